@@ -1,0 +1,1205 @@
+"""Tests of everything but theory.py's figures, in the order of softmax_grpo.py.
+
+    pytest -q          a few minutes on two cores, no GPU, no downloads
+
+Each test names the mistake that it would catch. The handed-down cases (inputs that broke other people's graders) stand in
+full in test_countdown_reward.
+"""
+
+from __future__ import annotations
+
+import decimal
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from decimal import Decimal
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import softmax_grpo as core
+import tiny_policy
+import train_countdown
+from run import Config, RunFolder, run_folder
+from softmax_grpo import ADVANTAGES, Policy, Rollouts, Task
+
+HERE = Path(__file__).parent
+METHODS = {
+    "softmax 0.05": lambda r: core.softmax_advantages(r, 0.05),
+    "softmax 0.5": lambda r: core.softmax_advantages(r, 0.5),
+    "softmax 3": lambda r: core.softmax_advantages(r, 3.0),
+    "grpo": core.grpo_advantages,
+    "maxrl": core.maxrl_advantages,
+    "reinforce": core.mean_advantages,
+}
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- 1. Advantages ---
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_advantages_common_properties(name):
+    advantages = METHODS[name]
+    rewards = torch.rand(5, 7, generator=seeded(), dtype=torch.float64)
+    result = advantages(rewards)
+    assert result.dtype == torch.float64 and advantages(rewards.float()).dtype == torch.float32
+    torch.testing.assert_close(result.sum(-1), torch.zeros(5, dtype=torch.float64), atol=1e-12, rtol=0)
+    order = torch.randperm(7, generator=seeded(1))
+    torch.testing.assert_close(advantages(rewards[:, order]), result[:, order])
+    # Groups do not mix: one at a time gives the same.
+    torch.testing.assert_close(torch.stack([advantages(row) for row in rewards]), result)
+    assert torch.equal(advantages(torch.tensor([[1.0, 1.0], [0.0, 0.0]])), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("size", [2, 3, 7, 49, 1000])
+def test_equal_rewards_give_exact_zero(name, size):
+    for value in (0.0, 0.1, 1 / 3, 1.0, 1e30):
+        assert not METHODS[name](torch.full((2, size), value)).any()
+
+
+def test_softmax_advantages_against_the_definition():
+    rewards, tau = [0.0, 0.25, 1.0], 0.4
+    tilt = [math.exp(r / tau) for r in rewards]
+    expected = torch.tensor([3 * t / sum(tilt) - 1 for t in tilt])
+    torch.testing.assert_close(core.softmax_advantages(torch.tensor(rewards), tau), expected)
+    shifted = core.softmax_advantages(torch.tensor(rewards) + 5, tau)
+    scaled = core.softmax_advantages(torch.tensor(rewards) * 3, tau * 3)
+    torch.testing.assert_close(shifted, expected)
+    torch.testing.assert_close(scaled, expected)
+
+
+def test_softmax_advantages_stay_finite_and_bounded():
+    rewards = torch.tensor([[0.0, 1.0, 0.5, 1.0], [-3e38, 3e38, 0.0, 1e-30]])
+    for tau in (1e-300, 1e-3, 0.01, 1e3, 1e300):
+        result = core.softmax_advantages(rewards, tau)
+        assert torch.isfinite(result).all() and (result >= -1).all() and (result <= 3).all()
+
+
+def test_softmax_limits_are_maxrl_and_reinforce():
+    rewards = (torch.rand(50, 8, generator=seeded(), dtype=torch.float64) < 0.4).double()
+    cold = core.softmax_advantages(rewards, 0.02)
+    torch.testing.assert_close(cold, core.maxrl_advantages(rewards), atol=1e-12, rtol=0)
+    hot = 1e6 * core.softmax_advantages(rewards, 1e6)
+    torch.testing.assert_close(hot, core.mean_advantages(rewards), atol=1e-5, rtol=0)
+
+
+def test_grpo_uses_the_population_std():
+    torch.testing.assert_close(
+        core.grpo_advantages(torch.tensor([1.0, 0, 0, 0])), torch.tensor([3, -1, -1, -1]) / 3**0.5
+    )
+    nearly = torch.tensor(
+        [0.5, 0.5 + 1e-6, 0.5, 0.5]
+    )  # a tiny spread is still a spread: no epsilon flattens it
+    torch.testing.assert_close(core.grpo_advantages(nearly).square().mean(), torch.tensor(1.0))
+
+
+def test_tau_per_group():
+    rewards = torch.rand(4, 4, generator=seeded())  # square on purpose: (4,) must mean groups, never rollouts
+    tau = torch.tensor([0.1, 0.2, 1.0, 5.0])
+    expected = torch.stack([core.softmax_advantages(r, float(t)) for r, t in zip(rewards, tau)])
+    torch.testing.assert_close(core.softmax_advantages(rewards, tau), expected)
+    torch.testing.assert_close(core.softmax_advantages(rewards, tau[:, None]), expected)
+    with pytest.raises(ValueError, match="does not fit"):
+        core.softmax_advantages(rewards, tau.expand(1, 4))
+    with pytest.raises(ValueError, match="does not fit"):
+        core.softmax_advantages(rewards[:3], torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("function", [*ADVANTAGES.values(), core.effective_sample_size])
+def test_advantages_refuse_bad_input(function):
+    more = (0.5,) if function in (core.softmax_advantages, core.effective_sample_size) else ()
+    for bad, message in (
+        (torch.zeros(3, 1), "at least two"),
+        (torch.tensor(1.0), "at least two"),
+        (torch.tensor([1.0, math.nan]), "finite"),
+        (torch.tensor([1.0, math.inf]), "finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(bad, *more)
+    if more:
+        for tau in (0.0, -1.0, math.nan, math.inf, torch.tensor([[0.0]])):
+            with pytest.raises(ValueError, match="tau must be finite and positive"):
+                function(torch.tensor([[0.0, 1.0]]), tau)
+
+
+def test_effective_sample_size():
+    rewards = torch.tensor([[1.0, 1, 0, 0, 0], [0.1, 0.2, 0.3, 0.4, 0.5]])
+    assert core.effective_sample_size(rewards, 1e6).tolist() == pytest.approx([5, 5])
+    assert core.effective_sample_size(rewards, 1e-3).tolist() == pytest.approx([2, 1])
+
+
+@pytest.mark.parametrize("target", [2.5, 4.0, 6.9])
+def test_tau_for_ess_hits_its_target(target):
+    binary = torch.zeros(2, 7, dtype=torch.float64)
+    binary[0, :2], binary[1, 0] = 1, 3.5  # also a reward scale other than 1
+    scalar = torch.rand(20, 7, generator=seeded(), dtype=torch.float64)
+    for rewards in (binary, scalar, scalar * 100):
+        tau = core.tau_for_ess(rewards, target)
+        assert tau.shape == rewards.shape[:1]
+        expected = torch.full_like(tau, target)
+        torch.testing.assert_close(core.effective_sample_size(rewards, tau), expected, rtol=1e-6, atol=0)
+
+
+def test_tau_for_ess_where_no_temperature_will_do():
+    tau = core.tau_for_ess(torch.tensor([[1.0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]), 2.0)
+    assert tau.tolist() == pytest.approx([1e-3, 1.0, 1.0])  # three tie at the best: ESS cannot fall to 2
+    for target in (0.5, 4.0, 9.0, math.nan):
+        with pytest.raises(ValueError, match="target ESS"):
+            core.tau_for_ess(torch.rand(3, 4), target)
+
+
+# --- 2. Omega ---
+
+
+def weight_to_80_digits(p: float, size: int, tau: float) -> float:
+    """Eq. 4 straight from the raw advantages, in decimal arithmetic with enough digits for exp(1000)."""
+    with decimal.localcontext(prec=80):
+        p, c = Decimal(p), (1 / Decimal(tau)).exp()
+        total = Decimal(0)
+        for s in range(size):
+            success = size * c / ((s + 1) * c + size - s - 1) - 1
+            failure = size / (s * c + size - s) - 1
+            chance = (p**s if s else 1) * ((1 - p) ** (size - 1 - s) if s < size - 1 else 1)
+            total += math.comb(size - 1, s) * chance * (success - failure)
+        return float(total)
+
+
+@pytest.mark.parametrize("tau", [0.001, 0.01, 0.1, 1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("size", [2, 3, 8, 64, 1024])
+def test_prompt_weight_to_1e9(size, tau):
+    for p in (0.0, 1e-9, 0.001, 0.3, 0.5, 0.9, 1 - 1e-9, 1.0):
+        expected = weight_to_80_digits(p, size, tau)
+        assert core.prompt_weight(p, size, tau).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_prompt_weight_ends_and_limits():
+    p = torch.linspace(0, 1, 101, dtype=torch.float64)
+    for size, tau in ((2, 0.1), (8, 0.5), (1024, 0.001), (1024, 1000.0)):
+        weight = core.prompt_weight(p, size, tau)
+        assert weight.dtype == torch.float64 and torch.isfinite(weight).all() and (weight > 0).all()
+        z = math.exp(-1 / tau)
+        assert weight[0].item() == pytest.approx((size - 1) * (1 - z) / ((size - 1) * z + 1), rel=1e-9)
+        assert weight[-1].item() == pytest.approx(
+            (size - 1) * -math.expm1(-1 / tau) / (size - 1 + z), rel=1e-9
+        )
+        assert weight[-1] <= 1
+    inner = p[1:]
+    maxrl = (1 - (1 - inner) ** 7) / inner
+    torch.testing.assert_close(core.prompt_weight(inner, 8, 0.01), maxrl, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        1e4 * core.prompt_weight(p, 8, 1e4), torch.full_like(p, 7 / 8), rtol=1e-4, atol=0
+    )
+    c = math.exp(2)
+    torch.testing.assert_close(
+        core.prompt_weight(p, 20000, 0.5), (c - 1) / (1 - p + p * c), rtol=1e-3, atol=0
+    )
+
+
+@pytest.mark.parametrize("size,tau", [(2, 0.1), (8, 0.1), (8, 1.0), (64, 0.001), (200, 100.0)])
+def test_prompt_objective_has_omega_as_derivative(size, tau):
+    p = torch.linspace(0, 1, 21, dtype=torch.float64)
+    assert core.prompt_objective(0.0, size, tau).item() == 0
+    # Against the integral of omega by Gauss-Legendre, exact for its degree when the nodes suffice.
+    nodes, weights = (torch.tensor(x) for x in __import__("numpy").polynomial.legendre.leggauss(110))
+    for x in p:
+        integral = (core.prompt_weight(x * (nodes + 1) / 2, size, tau) * weights).sum() * x / 2
+        assert core.prompt_objective(x, size, tau).item() == pytest.approx(
+            integral.item(), rel=1e-9, abs=1e-12
+        )
+
+
+def test_omega_refuses_bad_input():
+    for p, size, tau, message in (
+        (1.1, 8, 0.1, "between 0 and 1"),
+        (math.nan, 8, 0.1, "between 0 and 1"),
+        (0.5, 1, 0.1, "at least 2"),
+        (0.5, 2.5, 0.1, "whole number"),
+        (0.5, 8, 0.0, "tau"),
+        (0.5, 8, math.inf, "tau"),
+    ):
+        for function in (core.prompt_weight, core.prompt_objective):
+            with pytest.raises(ValueError, match=message):
+                function(p, size, tau)
+
+
+def test_expected_abs_advantage_closed_forms():
+    size, p = 8, 0.3
+    k = torch.arange(size + 1, dtype=torch.float64)
+    chance = torch.tensor([math.comb(size, i) * p**i * (1 - p) ** (size - i) for i in range(size + 1)])
+    grpo = core.expected_abs_advantage(p, size, core.grpo_advantages)
+    assert grpo.item() == pytest.approx((chance * 2 * (k * (size - k)).sqrt() / size).sum().item())
+    maxrl = core.expected_abs_advantage(p, size, core.maxrl_advantages)
+    assert maxrl.item() == pytest.approx((chance[1:] * 2 * (size - k[1:]) / size).sum().item())
+
+
+def test_share_by_pass_rate_bins():
+    rates = torch.tensor([0.0, 0.1999, 0.2, 0.5, 0.7, 0.9, 1.0])
+    assert core.share_by_pass_rate(rates, torch.ones(7)).tolist() == pytest.approx(
+        [2 / 7, 1 / 7, 1 / 7, 1 / 7, 2 / 7]
+    )
+    assert core.share_by_pass_rate(rates, torch.zeros(7)).tolist() == [0] * 5
+
+
+# --- 3. Surrogate ---
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_expected_update_is_omega_grad_p(name):
+    """Every group of a small categorical policy, its probability, and the gradient of the real loss: E = omega grad p."""
+    size, vocabulary, rewarded = 4, 3, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+    logits = torch.tensor([0.3, -0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    logp = logits.log_softmax(-1)
+    expected = torch.zeros(vocabulary, dtype=torch.float64)
+    for group in itertools.product(range(vocabulary), repeat=size):
+        chosen = logp[list(group)][:, None]  # (M, 1): completions of one token
+        advantages = METHODS[name](rewarded[list(group)])
+        mask = torch.ones(size, 1, dtype=torch.bool)
+        loss, _ = core.surrogate_loss(
+            chosen, chosen.detach(), advantages, mask, clip_low=None, clip_high=None, aggregation="sum"
+        )
+        (gradient,) = torch.autograd.grad(-loss, logits, retain_graph=True)
+        expected += chosen.detach().sum().exp() * gradient
+    p = (logp.exp() * rewarded).sum()
+    (grad_p,) = torch.autograd.grad(p, logits)
+    x = p.item()
+    weight = {
+        "grpo": sum(  # theory.md section 4: E over the other rollouts of A_success(S+1) - A_failure(S)
+            math.comb(size - 1, s) * x**s * (1 - x) ** (size - 1 - s)
+            * (math.sqrt((size - s - 1) / (s + 1)) + math.sqrt(s / (size - s)))
+            for s in range(size)
+        ),
+        "maxrl": (1 - (1 - x) ** (size - 1)) / x,
+        "reinforce": (size - 1) / size,
+    }.get(name) or core.prompt_weight(x, size, float(name.split()[-1])).item()  # fmt: skip
+    torch.testing.assert_close(expected, weight * grad_p, atol=1e-6, rtol=1e-6)
+
+
+def random_batch(rows=6, tokens=5, spread=0.5, dtype=torch.float64):
+    generator = seeded(3)
+    logprobs, old, ref = (-torch.rand(rows, tokens, generator=generator, dtype=dtype) * 3 for _ in range(3))
+    old = logprobs + spread * (old - old.mean())
+    advantages = torch.randn(rows, generator=generator, dtype=dtype)
+    lengths = torch.tensor([5, 1, 3, 2, 5, 4])
+    return logprobs.requires_grad_(), old, ref, advantages, torch.arange(tokens) < lengths[:, None]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sum"])
+@pytest.mark.parametrize("clip", [(0.2, 0.28), (None, None), (None, 0.1), (0.1, None)])
+def test_surrogate_against_a_hand_written_loop(aggregation, clip):
+    logprobs, old, ref, advantages, mask = random_batch()
+    beta = 0.3
+    loss, stats = core.surrogate_loss(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        clip_low=clip[0],
+        clip_high=clip[1],
+        beta=beta,
+        ref_logprobs=ref,
+        aggregation=aggregation,
+    )
+    per_row, low_count, high_count, kl_sum = [], 0, 0, 0.0
+    for i in range(6):
+        terms = []
+        for t in range(int(mask[i].sum())):
+            rho, a = (logprobs[i, t] - old[i, t]).exp().item(), advantages[i].item()
+            held = rho
+            if clip[0] is not None and held < 1 - clip[0]:
+                held, low_count = 1 - clip[0], low_count + (a < 0)
+            elif clip[1] is not None and held > 1 + clip[1]:
+                held, high_count = 1 + clip[1], high_count + (a > 0)
+            d = (ref[i, t] - logprobs[i, t]).item()
+            kl_sum += math.exp(d) - d - 1
+            terms.append(-min(rho * a, held * a) + beta * (math.exp(d) - d - 1))
+        per_row.append(terms)
+    tokens = sum(map(len, per_row))
+    expected = {
+        "token": sum(map(sum, per_row)) / tokens,
+        "sequence": sum(sum(r) / len(r) for r in per_row) / 6,
+        "sum": sum(map(sum, per_row)) / 6,
+    }[aggregation]
+    assert loss.item() == pytest.approx(expected)
+    assert stats["tokens"] == tokens and stats["kl_ref"].item() == pytest.approx(kl_sum)
+    assert (stats["clipped_low"], stats["clipped_high"]) == (low_count, high_count)
+
+
+def test_clipped_tokens_have_no_gradient():
+    """The clip must bind on the side that the advantage pushes towards, and only there."""
+    log_ratio = torch.tensor(
+        [[math.log(0.5)], [math.log(0.5)], [math.log(2.0)], [math.log(2.0)]], requires_grad=True
+    )
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss, stats = core.surrogate_loss(
+        log_ratio,
+        torch.zeros(4, 1),
+        advantages,
+        torch.ones(4, 1),
+        clip_low=0.2,
+        clip_high=0.28,
+        aggregation="sum",
+    )
+    loss.backward()
+    assert (log_ratio.grad[:, 0] != 0).tolist() == [True, False, False, True]
+    assert (
+        stats["clipped_low"] == 1
+        and stats["clipped_high"] == 1
+        and stats["ratio_max"].item() == pytest.approx(2)
+    )
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sum"])
+def test_padding_is_ignored_even_when_it_is_not_a_number(aggregation):
+    logprobs, old, ref, advantages, mask = random_batch()
+    settings = dict(clip_low=0.2, clip_high=0.28, beta=0.1, aggregation=aggregation)
+    loss, _ = core.surrogate_loss(logprobs, old, advantages, mask, ref_logprobs=ref, **settings)
+    (clean,) = torch.autograd.grad(loss, logprobs)
+    for junk in (math.nan, math.inf, -1e30):
+        dirty = logprobs.detach().masked_fill(~mask, junk).requires_grad_()
+        dirty_loss, stats = core.surrogate_loss(
+            dirty,
+            old.masked_fill(~mask, -junk),
+            advantages,
+            mask,
+            ref_logprobs=ref.masked_fill(~mask, 5e3),
+            **settings,
+        )
+        (gradient,) = torch.autograd.grad(dirty_loss, dirty)
+        torch.testing.assert_close(dirty_loss, loss)
+        torch.testing.assert_close(gradient, clean)
+        assert all(torch.isfinite(value) for value in stats.values())
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sum"])
+def test_masked_rows_leave_the_loss_of_the_others(aggregation):
+    logprobs, old, _, advantages, mask = random_batch()
+    half = mask.clone()
+    half[3:] = False
+    settings = dict(clip_low=0.2, clip_high=0.28, aggregation=aggregation)
+    both, _ = core.surrogate_loss(logprobs, old, advantages, half, **settings)
+    alone, _ = core.surrogate_loss(logprobs[:3], old[:3], advantages[:3], mask[:3], **settings)
+    torch.testing.assert_close(both, alone)
+    nothing, _ = core.surrogate_loss(logprobs, old, advantages, torch.zeros_like(mask), **settings)
+    assert nothing.item() == 0
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sum"])
+@pytest.mark.parametrize("parts", [[6], [3, 3], [1, 2, 2, 1]])
+def test_splitting_a_batch_changes_nothing(aggregation, parts):
+    logprobs, old, ref, advantages, mask = random_batch()
+    settings = dict(clip_low=0.2, clip_high=0.28, beta=0.1, aggregation=aggregation)
+    normalizer = mask.sum() if aggregation == "token" else 6
+    whole, whole_stats = core.surrogate_loss(logprobs, old, advantages, mask, ref_logprobs=ref, **settings)
+    pieces, totals = 0, defaultdict(float)
+    for rows in torch.arange(6).split(parts):
+        loss, stats = core.surrogate_loss(
+            logprobs[rows],
+            old[rows],
+            advantages[rows],
+            mask[rows],
+            ref_logprobs=ref[rows],
+            normalizer=normalizer,
+            **settings,
+        )
+        pieces = pieces + loss
+        for name, value in stats.items():
+            totals[name] = (
+                max(totals[name], value.item()) if name.endswith("_max") else totals[name] + value.item()
+            )
+    torch.testing.assert_close(pieces, whole)
+    torch.testing.assert_close(torch.autograd.grad(pieces, logprobs), torch.autograd.grad(whole, logprobs))
+    assert totals == pytest.approx({name: value.item() for name, value in whole_stats.items()})
+
+
+def test_surrogate_refuses_what_does_not_fit():
+    logprobs, old, ref, advantages, mask = random_batch()
+    clips = dict(clip_low=0.2, clip_high=0.28)
+    for arguments, more, message in (
+        ((logprobs, old[:, :4], advantages, mask), {}, "one shape"),
+        ((logprobs[0], old[0], advantages, mask[0]), {}, "one shape"),
+        ((logprobs, old, advantages[:5], mask), {}, "advantages must have shape"),
+        ((logprobs, old, advantages[:, None], mask), {}, "advantages must have shape"),
+        ((logprobs, old, advantages, mask), {"beta": 0.1}, "ref_logprobs"),
+        ((logprobs, old, advantages, mask), {"beta": -1.0, "ref_logprobs": ref}, "beta"),
+        ((logprobs, old, advantages, mask), {"aggregation": "mean"}, "aggregation"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            core.surrogate_loss(*arguments, **clips, **more)
+
+
+# --- 4. Log-probs ---
+
+VOCABULARY = 40
+
+
+def small_llama(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    ids = dict(pad_token_id=0, bos_token_id=None, eos_token_id=1)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **ids, "max_position_embeddings": 64, **changes})).eval()
+
+
+def small_gpt2() -> GPT2LMHeadModel:
+    """Learned absolute positions: wrong position ids under padding show at once. Dropout 0.1 everywhere."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            n_positions=64,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
+    ).eval()
+
+
+MODELS = {"llama": small_llama, "gpt2": small_gpt2}
+PROMPT_LENGTHS, COMPLETION_LENGTHS = [3, 7, 1, 5], [4, 1, 6, 2]
+
+
+def ragged_batch(side: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    generator = seeded(7)
+    lengths = [p + c for p, c in zip(PROMPT_LENGTHS, COMPLETION_LENGTHS)]
+    rows = [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
+    sequences, mask = torch.zeros(4, 10, dtype=torch.long), torch.zeros(4, 10, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(10 - len(row), 10)
+        sequences[i, place], mask[i, place] = row, 1
+    return rows, sequences, mask
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("at_once", [2**22, 3 * VOCABULARY])
+def test_token_logprobs_equal_a_plain_forward_pass(name, side, temperature, at_once, monkeypatch):
+    monkeypatch.setattr(core, "LOGITS_AT_ONCE", at_once)  # also in slices of three positions
+    model = MODELS[name]()
+    rows, sequences, mask = ragged_batch(side)
+    result = core.token_logprobs(model, sequences, mask, torch.tensor(PROMPT_LENGTHS), temperature)
+    assert result.shape == (4, 6) and result.dtype == torch.float32
+    plain_sum = 0
+    for i, row in enumerate(rows):  # one text alone, no padding
+        logits = model(input_ids=row[None]).logits[0] / temperature
+        plain = logits.log_softmax(-1)[:-1].gather(-1, row[1:, None])[PROMPT_LENGTHS[i] - 1 :, 0]
+        torch.testing.assert_close(result[i, : len(plain)], plain, atol=1e-5, rtol=1e-4)
+        assert not result[i, len(plain) :].any()
+        plain_sum = plain_sum + plain.sum() * (i + 1)
+    weights = torch.arange(1, 5)[:, None]
+    ours = torch.autograd.grad((result * weights).sum(), list(model.parameters()))
+    theirs = torch.autograd.grad(plain_sum, list(model.parameters()))
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_scoring_is_float32_for_a_bfloat16_model():
+    model = small_llama().bfloat16()
+    _, sequences, mask = ragged_batch("right")
+    result = core.token_logprobs(model, sequences, mask, torch.tensor(PROMPT_LENGTHS))
+    assert result.dtype == torch.float32
+    total = torch.zeros(VOCABULARY)
+    for token in range(
+        VOCABULARY
+    ):  # all possible next tokens: their probabilities must add up to 1, to float32's precision
+        row = torch.tensor([[5, 6, token]])
+        total[token] = core.token_logprobs(model, row, torch.ones_like(row), torch.tensor([2])).exp().item()
+    assert total.sum().item() == pytest.approx(1, abs=1e-5)  # a bfloat16 log-softmax misses by 1e-3
+
+
+def largest_allocation(model, rows: int) -> int:
+    """The largest single tensor that scoring makes, forward and backward, in elements."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for value in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(value, torch.Tensor):
+                    Watch.largest = max(Watch.largest, value.numel())
+            return out
+
+    ids = torch.randint(2, 100, (rows, 40), generator=seeded())
+    with Watch():
+        core.token_logprobs(model, ids, torch.ones_like(ids), torch.full((rows,), 8)).sum().backward()
+    return Watch.largest
+
+
+def test_scoring_memory_is_flat_in_the_batch(monkeypatch):
+    model = small_llama(vocab_size=5000)
+    monkeypatch.setattr(core, "LOGITS_AT_ONCE", 50 * 5000)
+    weights = 5000 * 32
+    small, large = (
+        largest_allocation(model, 4),
+        largest_allocation(model, 16),
+    )  # 128 and 512 completion tokens
+    assert small == large == max(weights, 50 * 5000)
+
+
+def test_check_logprobs_refuses_an_unknown_head():
+    model = small_llama()
+    core.check_logprobs(model)
+    forward = model.forward
+
+    def changed(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = changed
+    with pytest.raises(ValueError, match="after the output head"):
+        core.check_logprobs(model)
+
+
+def test_logits_from_hidden_knows_soft_caps():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=VOCABULARY, head_dim=16, final_logit_softcapping=0.05, pad_token_id=0, **sizes
+        )
+    )
+    core.check_logprobs(model.eval())
+
+
+# --- 5. Rollouts ---
+
+
+def letters_tokenizer():
+    """40 tokens: <pad> <eos> <unk> and 37 characters."""
+    return tiny_policy.make_tokenizer(
+        ["0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 +"]
+    )
+
+
+PROMPTS = ["1 2 3", "4", "5 6 7 8 9 10", "3 3"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_greedy_rollouts_equal_generate(name, pad_is_eos):
+    model, tokenizer = MODELS[name](), letters_tokenizer()
+    assert len(tokenizer) <= VOCABULARY
+    with torch.no_grad():  # make the end token likely enough that some rows end early
+        model.get_output_embeddings().weight[1] *= 6
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    rollouts = core.generate(model, tokenizer, PROMPTS, 2, 24, temperature=0)
+    assert len(set(rollouts.lengths.tolist())) > 1, (
+        "rows must end at different times for this test to test anything"
+    )
+    for i in range(8):
+        prompt = tokenizer(PROMPTS[i // 2], return_tensors="pt")["input_ids"]
+        expected = model.generate(prompt, do_sample=False, max_new_tokens=24, pad_token_id=0)[0]
+        n = len(expected)
+        assert rollouts.sequences[i, :n].tolist() == expected.tolist()
+        assert rollouts.prompt_lengths[i] + rollouts.lengths[i] == n
+        assert rollouts.truncated[i] == (expected[-1] != 1)
+        assert rollouts.mask[i].sum() == rollouts.lengths[i]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_first_ratio_is_one(name, temperature):
+    """Log-probs at sampling time equal those of scoring, so ratio and clip start at exactly 1."""
+    model, tokenizer = MODELS[name](), letters_tokenizer()
+    rollouts = core.generate(model, tokenizer, PROMPTS, 3, 12, temperature, seeded())
+    batch = torch.arange(12)
+    scored = core.score_rollouts(model, rollouts, batch, temperature)
+    torch.testing.assert_close(
+        scored * rollouts.mask, rollouts.logprobs * rollouts.mask, atol=1e-5, rtol=1e-4
+    )
+    model.train()  # dropout 0.1 in GPT-2: `generate` must have switched it off again before it sampled
+    again = core.generate(model, tokenizer, PROMPTS, 3, 12, temperature, seeded())
+    assert torch.equal(again.sequences, rollouts.sequences) and not model.training
+
+
+def chi_square_limit(degrees: int) -> float:
+    """Above this a chi-square with so many degrees of freedom is beyond 4 standard deviations (Wilson-Hilferty)."""
+    return degrees * (1 - 2 / (9 * degrees) + 4 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_follow_the_model(temperature):
+    """Two-token completions against the exact distribution: no top-k, no top-p, temperature as stated."""
+    model, tokenizer = small_llama(vocab_size=6), tiny_policy.make_tokenizer(["abc"])
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 30  # far from uniform
+    count = 6000
+    rollouts = core.generate(model, tokenizer, ["a", "ab"], count, 2, temperature, seeded())
+    for p, prompt in enumerate(["a", "ab"]):
+        ids = tokenizer(prompt)["input_ids"]
+        rows = slice(p * count, (p + 1) * count)
+        seen: dict[tuple, int] = defaultdict(int)
+        for sequence, length in zip(rollouts.sequences[rows].tolist(), rollouts.lengths[rows].tolist()):
+            seen[tuple(sequence[len(ids) : len(ids) + length])] += 1
+        expected = {}
+        first = (model(input_ids=torch.tensor([ids])).logits[0, -1] / temperature).softmax(-1)
+        for a in range(6):
+            if a == 1:
+                expected[(a,)] = first[a].item()
+                continue
+            second = (model(input_ids=torch.tensor([[*ids, a]])).logits[0, -1] / temperature).softmax(-1)
+            expected |= {(a, b): (first[a] * second[b]).item() for b in range(6)}
+        assert set(seen) <= set(expected)
+        common = {k: v for k, v in expected.items() if v * count >= 5}
+        rest_seen, rest = count - sum(seen[k] for k in common), 1 - sum(common.values())
+        chi_square = sum((seen[k] - v * count) ** 2 / (v * count) for k, v in common.items())
+        chi_square += (rest_seen - rest * count) ** 2 / max(rest * count, 1)
+        assert len(common) > 5 and chi_square < chi_square_limit(len(common))
+
+
+def test_end_token_is_part_of_the_completion():
+    """pad == EOS and completion [5, 6, eos]: the mask is 1 1 1, then 0 for what is padding."""
+    rollouts = Rollouts(
+        sequences=torch.tensor([[9, 5, 6, 1, 1], [9, 5, 6, 7, 8]]),
+        prompt_lengths=torch.tensor([1, 1]),
+        lengths=torch.tensor([3, 4]),
+        logprobs=torch.zeros(2, 4),
+        truncated=torch.tensor([False, True]),
+        texts=["", ""],
+    )
+    assert rollouts.mask.tolist() == [[True, True, True, False], [True] * 4]
+
+
+def test_generate_ends_at_any_of_several_end_tokens():
+    model, tokenizer = small_llama(), letters_tokenizer()
+    model.generation_config.eos_token_id = [1, 7, 8, 9]
+    rollouts = core.generate(model, tokenizer, PROMPTS, 20, 30, 1.0, seeded())
+    for row, start, n, cut in zip(
+        rollouts.sequences, rollouts.prompt_lengths, rollouts.lengths, rollouts.truncated
+    ):
+        completion = row[start : start + n].tolist()
+        assert not {1, 7, 8, 9} & set(completion[:-1]) and (completion[-1] in {1, 7, 8, 9}) == (not cut)
+
+
+def test_chat_prompts_go_through_the_template_once():
+    tokenizer = letters_tokenizer()
+    messages = [{"role": "user", "content": "1 2"}]
+    assert core.encode_prompt(tokenizer, messages) == tokenizer("1 2\n\n")["input_ids"]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}3{% endif %}"
+    )
+    assert (
+        core.encode_prompt(tokenizer, messages)
+        == core.encode_prompt(tokenizer, "1 2")
+        == tokenizer("1 2+3")["input_ids"]
+    )
+
+
+# --- 6. Evaluation ---
+
+
+def test_pass_at_k_against_brute_force():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            outcomes = [1] * c + [0] * (n - c)
+            for k in range(1, n + 1):
+                draws = [any(draw) for draw in itertools.combinations(outcomes, k)]
+                assert core.pass_at_k(n, c, k).item() == pytest.approx(sum(draws) / len(draws), abs=1e-12)
+    assert core.pass_at_k(torch.tensor([4, 4]), torch.tensor([0, 4]), 4).tolist() == [0, 1]
+    for n, c, k in ((4, 5, 1), (4, 2, 5), (4, 2, 0), (4, -1, 1)):
+        with pytest.raises(ValueError):
+            core.pass_at_k(n, c, k)
+
+
+def test_mean_interval_covers():
+    """95% intervals must cover about 95% of the time, and not collapse at 0 of n."""
+    generator, hits = seeded(), {0.3: 0, 0.02: 0}
+    for rate in hits:
+        for _ in range(1000):
+            _, low, high = core.mean_interval((torch.rand(100, generator=generator) < rate).float())
+            hits[rate] += low <= rate <= high
+    assert all(920 <= hit <= 985 for hit in hits.values())
+    assert core.mean_interval(torch.zeros(50))[2] > 0.05
+    values = torch.tensor([0.2, 0.4, 0.6])
+    assert core.mean_interval(values) == pytest.approx(
+        [0.4, 0.4 - 1.96 * 0.2 / 3**0.5, 0.4 + 1.96 * 0.2 / 3**0.5]
+    )
+
+
+def test_gradient_budget_matches_its_prediction():
+    """Many prompts with known pass rates: measured shares approach those that the pass rates predict."""
+    rates = torch.tensor([0.05, 0.35, 0.6, 0.8, 0.97]).repeat(400)
+    correct = (torch.rand(2000, 64, generator=seeded()) < rates[:, None]).float()
+    for algo in ADVANTAGES:
+        config = Config(algo=algo)
+        budget = core.gradient_budget(correct, correct, torch.ones_like(correct), config)
+        assert budget["measured"] == pytest.approx(budget["predicted"], abs=0.01)
+        assert sum(budget["measured"]) == pytest.approx(1)
+        assert budget["prompts"] == pytest.approx([0.2] * 5, abs=0.03)
+    assert core.gradient_budget(correct[:, :15], correct[:, :15], correct[:, :15], config)["measured"] == []
+
+
+# --- 7. The loop ---
+
+
+def number_task(reward=None, rows=40, max_new_tokens=6, prompt=None) -> Task:
+    """Begin the answer with an even digit: half right by chance, learnable in a few steps."""
+
+    def begins_even(text: str, row: dict) -> float:
+        return float(text.lstrip()[:1] in tuple("02468"))
+
+    data = [{"name": i % 30} for i in range(rows)]
+    return Task(
+        "numbers",
+        data,
+        data[:10],
+        prompt or (lambda row: f"{row['name']} "),
+        reward or begins_even,
+        max_new_tokens,
+    )
+
+
+def small_policy(model="llama") -> Policy:
+    return Policy(MODELS[model](), letters_tokenizer())
+
+
+def small_config(out: Path, **changes) -> Config:
+    settings = dict(
+        steps=4,
+        prompts=4,
+        group_size=4,
+        eval_prompts=8,
+        test_prompts=8,
+        eval_samples=8,
+        eval_every=2,
+        save_every=2,
+        lr=1e-2,
+    )
+    return Config(**{**settings, "task": "numbers", "out": str(out), **changes})
+
+
+def lines_without_time(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def test_train_learns_and_writes_its_folder(tmp_path):
+    config = small_config(tmp_path, steps=30, prompts=8, group_size=8, eval_every=10, lr=3e-3)
+    policy = small_policy()
+    summary = core.train(policy, number_task(), config)
+    assert summary["end"]["reward"][1] > summary["start"]["reward"][2], (
+        "reward did not rise beyond its intervals"
+    )
+    folder = run_folder(config)
+    assert {p.name for p in folder.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "summary.json",
+        "checkpoint",
+    }
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert set(summary) == {"task", "algo", "seed", "start", "end", "seconds"}
+    for side in ("start", "end"):
+        for name in ("greedy", "pass@1", "pass@8", "reward"):
+            value, low, high = summary[side][name]
+            assert 0 <= low <= value <= high <= 1
+        assert 0 <= summary[side]["truncated"] <= 1 and summary[side]["length"] >= 1
+    lines = lines_without_time(folder)
+    assert [line["step"] for line in lines] == list(range(31))
+    assert lines[5]["ratio_max"] == 1 and lines[5]["clip_ratio/high_mean"] == 0 and lines[5]["kl_old"] == 0
+    assert all(math.isfinite(v) for line in lines[1:] for v in line.values() if isinstance(v, float))
+    again = type(policy.model).from_pretrained(folder / "checkpoint")
+    for a, b in zip(again.parameters(), policy.model.parameters()):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_killed_and_resumed_is_bit_equal(tmp_path, stop_after, monkeypatch):
+    """Also across an epoch's end (32 training rows... 10 rows, 4 a step) and with a kill between checkpoints."""
+    task = number_task(rows=18)  # 8 for validation, 10 to train on: epochs end in the middle of a step
+    whole = small_policy()
+    config = small_config(tmp_path / "whole", steps=5)
+    expected = core.train(whole, task, config)
+
+    class Killed(BaseException):
+        pass
+
+    config = small_config(tmp_path / "parts", steps=5)
+    log, count = RunFolder.log, 0
+
+    def log_and_die(self, metrics):
+        nonlocal count
+        log(self, metrics)
+        count += 1
+        if count == stop_after + 1:  # the first line is step 0
+            raise Killed
+
+    monkeypatch.setattr(RunFolder, "log", log_and_die)
+    with pytest.raises(Killed):
+        core.train(small_policy(), task, config)
+    monkeypatch.setattr(RunFolder, "log", log)
+    config.resume = True
+    resumed = small_policy()
+    summary = core.train(resumed, task, config)
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters()):
+        assert torch.equal(a, b)
+    assert summary["end"] == expected["end"] and summary["start"] == expected["start"]
+    assert lines_without_time(run_folder(config)) == lines_without_time(
+        tmp_path / "whole" / run_folder(config).name
+    )
+    finished = small_policy()
+    assert core.train(finished, task, config) == summary, (
+        "a finished run with --resume gives back its summary"
+    )
+    assert torch.equal(next(finished.model.parameters()), next(whole.model.parameters()))
+
+
+def test_a_crash_between_the_renames_of_a_checkpoint_loses_nothing(tmp_path):
+    config = small_config(tmp_path)
+    core.train(small_policy(), number_task(), config)
+    folder = run_folder(config)
+    (folder / "checkpoint").rename(folder / "checkpoint.old")
+    (folder / "checkpoint.new").mkdir()
+    config.resume = True
+    assert RunFolder(number_task(), config).step == 4
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # a line cut by a kill
+    assert RunFolder(number_task(), config).step == 4
+    assert len(lines_without_time(folder)) == 5
+
+
+def test_a_folder_in_use_is_never_overwritten(tmp_path):
+    config = small_config(tmp_path, steps=1)
+    core.train(small_policy(), number_task(), config)
+    with pytest.raises(FileExistsError, match="--resume"):
+        core.train(small_policy(), number_task(), config)
+    assert run_folder(small_config(tmp_path, steps=1, tau=0.2)) != run_folder(config)
+    config.resume = True
+    other = number_task()
+    other.source = "another file"
+    with pytest.raises(FileExistsError, match="other data"):
+        core.train(small_policy(), other, config)
+
+
+def gradient_of(
+    config: Config, rollouts: Rollouts, advantages: torch.Tensor, model=None
+) -> list[torch.Tensor]:
+    model = model or small_llama()
+    reference = small_gpt2()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    core.update_policy(model, reference, optimizer, rollouts, advantages, config)
+    return [b - p.detach() for b, p in zip(before, model.parameters())]
+
+
+def some_rollouts(seed=0) -> tuple[Rollouts, torch.Tensor]:
+    rollouts = core.generate(small_llama(), letters_tokenizer(), PROMPTS, 4, 12, 1.0, seeded(seed))
+    rewards = (torch.rand(4, 4, generator=seeded(seed)) < 0.5).float()
+    rewards[1], rewards[2] = 1.0, 0.0  # two groups without signal
+    return rollouts, core.softmax_advantages(rewards, 0.1)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sum"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_microbatches_and_skipped_rows_change_no_gradient(aggregation, beta, tmp_path, monkeypatch):
+    rollouts, advantages = some_rollouts()
+    assert (advantages == 0).any() and len(set(rollouts.lengths.tolist())) > 2
+    settings = dict(aggregation=aggregation, beta=beta, max_grad_norm=1e9)
+    pieces = [
+        gradient_of(small_config(tmp_path, microbatch_tokens=n, **settings), rollouts, advantages)
+        for n in (1, 40, 9999)
+    ]
+    # The naive step: every row, one batch, plain forward pass, a hand-written mean.
+    model, reference = small_llama(), small_gpt2()
+    rows = torch.arange(16)
+    logprobs = core.score_rollouts(model, rollouts, rows, 1.0)
+    mask = rollouts.mask.float()
+    loss = -(logprobs - logprobs.detach()).exp() * advantages.flatten()[:, None]
+    if beta:
+        difference = core.score_rollouts(reference, rollouts, rows, 1.0).detach() - logprobs
+        loss = loss + beta * (difference.exp() - difference - 1)
+    loss = {
+        "token": (loss * mask).sum() / mask.sum(),
+        "sequence": ((loss * mask).sum(-1) / mask.sum(-1)).mean(),
+        "sum": (loss * mask).sum(-1).mean(),
+    }[aggregation]
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for piece in pieces:
+        for a, b in zip(piece, expected):
+            assert torch.isfinite(a).all()
+            torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-3)
+
+
+def test_zero_advantage_rows_are_not_run_through_the_model(tmp_path):
+    rollouts, advantages = some_rollouts()
+    batches = core.microbatches(advantages.flatten().nonzero().squeeze(-1), rollouts, 50)
+    rows = torch.cat(batches)
+    assert sorted(rows.tolist()) == advantages.flatten().nonzero().squeeze(-1).tolist()
+    widths = rollouts.prompt_lengths + rollouts.lengths
+    assert all(len(b) == 1 or len(b) * int(widths[b].max()) <= 50 for b in batches)
+    metrics = core.update_policy(
+        model := small_llama(),
+        model,
+        torch.optim.SGD(model.parameters(), 1.0),
+        rollouts,
+        torch.zeros(4, 4),
+        small_config(tmp_path),
+    )
+    assert metrics["grad_norm"] == 0 and metrics["trained_tokens"] == 0 and metrics["ratio_max"] == 1
+
+
+def test_several_updates_move_the_ratio_and_metrics_cover_all_of_them(tmp_path):
+    rollouts, advantages = some_rollouts()
+
+    def metrics_of(**changes):
+        model = small_llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+        return core.update_policy(
+            model, model, optimizer, rollouts, advantages, small_config(tmp_path, **changes)
+        )
+
+    one, four = metrics_of(), metrics_of(updates=4, microbatch_tokens=60)
+    assert one["ratio_max"] == 1 and one["clip_ratio/high_mean"] == 0 and one["kl_old"] == 0
+    assert four["ratio_max"] > 1.28 and four["clip_ratio/high_mean"] > 0 and four["kl_old"] > 0
+    whole = metrics_of(updates=4)
+    assert four == pytest.approx(whole, rel=1e-3)  # whatever the micro-batches
+
+
+def test_exact_mode_is_the_objective_of_the_theorems():
+    config = Config(exact=True, beta=0.1, updates=4, aggregation="token")
+    assert (config.clip_low, config.clip_high, config.beta, config.updates, config.aggregation) == (
+        None,
+        None,
+        0,
+        1,
+        "sum",
+    )
+
+
+def test_epochs_visit_every_row_once_and_wrap_with_a_fresh_shuffle():
+    config = Config(prompts=2)
+    visited = [i for step in range(9) for i in core.prompt_indices(3, config, step)]
+    epochs = [visited[i : i + 3] for i in range(0, 18, 3)]
+    assert all(sorted(epoch) == [0, 1, 2] for epoch in epochs) and len(set(map(tuple, epochs))) > 1
+    assert visited != [
+        i for step in range(9) for i in core.prompt_indices(3, Config(prompts=2, seed=1), step)
+    ]
+
+
+def test_bfloat16_policies_get_float32_master_weights(tmp_path):
+    """lr 1e-6 on a weight of 1: in bfloat16 it would never move."""
+    policy = small_policy()
+    policy.model.bfloat16()
+    core.train(policy, number_task(), small_config(tmp_path, steps=2, lr=1e-6, lr_decay=False))
+    norm = policy.model.model.norm.weight
+    assert norm.dtype == torch.float32 and 0 < (norm - 1).abs().max() < 1e-5
+
+
+def test_random_reward_trains_on_a_coin_and_reports_the_truth(tmp_path):
+    never = number_task(reward=lambda text, row: 0.0)
+    config = small_config(tmp_path, random_reward=True, steps=2)
+    core.train(small_policy(), never, config)
+    steps = lines_without_time(run_folder(config))[1:]
+    assert all(line["reward"] == 0 and line["mean_abs_advantage"] > 0 for line in steps)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, "1"])
+def test_a_bad_reward_is_refused_with_its_prompt(tmp_path, bad):
+    task = number_task(
+        reward=lambda text, row: bad if row["name"] == 7 else 1.0, prompt=lambda row: f"name {row['name']} "
+    )
+    with pytest.raises(ValueError, match="finite number, got .* for 'name 7 '"):
+        core.score_texts(task, ["1"] * 16, [{"name": i} for i in range(8)], 2)
+
+
+def test_prompts_that_do_not_fit_are_refused_before_any_work(tmp_path):
+    long = number_task(prompt=lambda row: "1 " * 40)
+    with pytest.raises(ValueError, match="do not fit the model's context of 64"):
+        core.train(small_policy(), long, small_config(tmp_path))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="too few"):
+        core.train(small_policy(), number_task(rows=9), small_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"group_size": 1}, {"tau": 0.0}, {"tau": -1.0}, {"tau": math.nan}, {"lr": math.inf}, {"steps": 0},
+                {"algo": "ppo"}, {"eval_samples": 4}, {"target_ess": 8.0}, {"beta": -0.1}, {"clip_low": 0.0}],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Config(**changes)
+
+
+def test_every_completion_at_the_cap_is_warned_about(tmp_path, capsys):
+    core.train(small_policy(), number_task(max_new_tokens=1), small_config(tmp_path, steps=1))
+    assert "were cut at 1 tokens" in capsys.readouterr().out
+
+
+def test_target_ess_is_reached_in_the_loop(tmp_path):
+    config = small_config(tmp_path, target_ess=2.5)
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0]])
+    tau = core.group_tau(rewards, config)
+    assert core.effective_sample_size(rewards, tau).tolist() == pytest.approx([2.5, 2.5], rel=1e-5)
+    torch.testing.assert_close(core.group_advantages(rewards, config), core.softmax_advantages(rewards, tau))
+
+
+# --- The tiny policy ---
+
+
+def test_tiny_tokenizer_gives_back_the_text():
+    texts = ["12+(3-4)*5=6", "The cat, aged 7, sat.\nSo  did 3 dogs!", " a"]
+    tokenizer = tiny_policy.make_tokenizer(texts)
+    for text in texts:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.unk_token_id in tokenizer("zebra")["input_ids"]
+
+
+def test_warm_start_learns_and_is_reproducible():
+    pairs = [(f"{i}=", f"{i}+1") for i in range(1, 9)]
+    policies = [tiny_policy.warm_start(pairs, 60, 6, seed=0) for _ in range(2)]
+    for a, b in zip(policies[0].model.parameters(), policies[1].model.parameters()):
+        assert torch.equal(a, b)
+    texts = core.generate(*policies[0], [p for p, _ in pairs], 1, 6, temperature=0).texts
+    assert texts == [completion for _, completion in pairs]
+    assert policies[0].model.num_parameters() < 1_000_000
+    with pytest.raises(ValueError, match="demonstrations"):
+        tiny_policy.warm_start([], 1, 1, 0)
+
+
+# --- Countdown ---
+
+COUNTDOWN_CASES = [
+    ("<answer>(1+2)*3</answer>", [1, 2, 3], 9, 1),
+    ("(1+2)*3", [1, 2, 3], 9, 1),
+    ("<answer>(1+2)*3 = 9</answer>", [1, 2, 3], 9, 1),
+    ("<answer>(1+2)*3 = 10</answer>", [1, 2, 3], 9, 0),
+    ("<answer>1+2+3</answer>", [1, 2, 3], 9, 0),
+    ("<answer>3*3</answer>", [1, 2, 3], 9, 0),
+    ("<answer>(1+2)*3*1</answer>", [1, 2, 3], 9, 0),
+    ("<answer>12/3</answer>", [1, 2, 3], 4, 0),
+    ("<answer>2**5*1</answer>", [1, 2, 5], 32, 0),
+    ("<answer>7//2</answer>", [7, 2], 3, 0),
+    ("<answer>9**9**9</answer>", [9, 9, 9], 1, 0),
+    ("<answer>7/2*2</answer>", [7, 2, 2], 7, 1),
+    ("<answer>1/3*3</answer>", [1, 3, 3], 1, 1),
+    ("<answer>6/(3-3)</answer>", [6, 3, 3], 2, 0),
+    ("<answer>(8 × 3) ÷ 2</answer>", [8, 3, 2], 12, 1),
+    ("<answer>8 − 3</answer>", [8, 3], 5, 1),
+    ("<think>try 1+2</think><answer>3-1</answer>", [3, 1], 2, 1),
+    ("<answer>5+5</answer> no <answer>5*5</answer>", [5, 5], 25, 1),
+    ("<answer>__import__('os').getcwd()</answer>", [1], 1, 0),
+    ("<answer>1.5*2</answer>", [1, 5, 2], 3, 0),
+    ("<answer>\n(4+4)*\n2\n</answer>", [4, 4, 2], 16, 1),
+    ("", [1, 2], 3, 0),
+    ("<answer></answer>", [1, 2], 3, 0),
+    ("<answer>2(3+4)</answer>", [2, 3, 4], 14, 0),
+    ("<answer>(1,2)</answer>", [1, 2], 3, 0),
+    ("<answer>1+2</answer>", [2, 1], 3, 1),
+    ("<answer>3-1-2</answer>", [3, 1, 2], 0, 1),
+    ("<answer>$3+4$</answer>", [3, 4], 7, 1),
+    ("<answer>\\boxed{3+4}</answer>", [3, 4], 7, 1),
+    ("<answer>1-3</answer>", [1, 3], -2, 1),
+    ("<answer>1_0+2</answer>", [10, 2], 12, 0),
+    ("<answer>True+1</answer>", [1, 1], 2, 0),
+    ("<answer>0x5+1</answer>", [5, 1], 6, 0),
+    # ours
+    ("<answer>-1+3</answer>", [1, 3], 2, 0),
+    ("<answer>3+-1</answer>", [1, 3], 2, 0),
+    ("<answer>(3)+(1)</answer>", [1, 3], 4, 1),
+    ("<answer>(3+1</answer>", [1, 3], 4, 0),
+    ("<answer>3+1)</answer>", [1, 3], 4, 0),
+    ("<answer>()3+1</answer>", [1, 3], 4, 0),
+    ("<answer>3+1()</answer>", [1, 3], 4, 0),
+    ("<answer>(3)(1)+0</answer>", [1, 3, 0], 3, 0),
+    ("<answer>3 1+1</answer>", [3, 1, 1], 32, 0),
+    ("<answer>3+1=4=4</answer>", [1, 3], 4, 0),
+    ("<answer>3+1=</answer>", [1, 3], 4, 0),
+    ("<answer>1-3 = -2</answer>", [1, 3], -2, 1),
+    ("<answer>٣+1</answer>", [3, 1], 4, 0),
+    ("<answer>²+1</answer>", [2, 1], 3, 0),
+    ("<answer>8-2*3</answer>", [8, 2, 3], 2, 1),
+    ("<answer>8/4/2</answer>", [8, 4, 2], 1, 1),
+    ("<answer>2 x 3</answer>", [2, 3], 6, 1),
+    ("<answer>5+5", [5, 5], 10, 0),
+    ("<answer>" * 100_000, [1], 1, 0),
+    ("(" * 100_000 + "1" + ")" * 100_000, [1], 1, 0),
+    ("(" * 400 + "1" + ")" * 400, [1], 1, 1),
+    ("1" * 100_000, [1], 1, 0),
+    ("9" * 900 + "*1", [9, 1], 9, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text,numbers,target,reward", COUNTDOWN_CASES)
+@pytest.mark.filterwarnings("error")
+def test_countdown_reward(text, numbers, target, reward):
+    assert train_countdown.countdown_reward(text, numbers, target) == reward
+
+
+def test_countdown_reward_survives_any_text():
+    generator = seeded()
+    alphabet = "0123456789+-*/()=<answer></>x×÷−$\\boxed{} \n\0é😀"
+    for _ in range(20_000):
+        length = int(torch.randint(0, 30, (1,), generator=generator))
+        text = "".join(
+            alphabet[i] for i in torch.randint(0, len(alphabet), (length,), generator=generator).tolist()
+        )
+        assert train_countdown.countdown_reward(text, [1, 2, 3], 6) in (0.0, 1.0)
+
+
+def test_countdown_reward_agrees_with_python_on_valid_expressions():
+    """Every expression of the generator, against Python's own parser (ast: nothing is evaluated by name)."""
+    import ast
+    import random
+    from fractions import Fraction
+
+    operations = {
+        ast.Add: Fraction.__add__,
+        ast.Sub: Fraction.__sub__,
+        ast.Mult: Fraction.__mul__,
+        ast.Div: Fraction.__truediv__,
+    }
+
+    def value(node):
+        if isinstance(node, ast.Constant):
+            return Fraction(node.value)
+        return operations[type(node.op)](value(node.left), value(node.right))
+
+    chooser = random.Random(0)
+    for _ in range(2000):
+        numbers = [chooser.randint(1, 9) for _ in range(chooser.randint(2, 5))]
+        expression = train_countdown.random_expression(numbers, "+-*/", chooser)
+        try:
+            expected = value(ast.parse(expression, mode="eval").body)
+        except ZeroDivisionError:
+            expected = None
+        tokens = re.findall(r"[0-9]+|[-+*/()]", expression)
+        assert train_countdown.evaluate_expression(tokens) == expected
+
+
+def countdown_task(**changes) -> Task:
+    return train_countdown.build_task(Config(**changes))
