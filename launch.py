@@ -18,6 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tiny_policy
 from run import Config, is_interval, run_folder
 from softmax_grpo import PASS_RATE_BINS, Policy, Task, train
+
+datasets.disable_progress_bars()
 
 # --- 1. Command line ---
 
@@ -160,6 +163,8 @@ def read_file(path: str) -> datasets.Dataset:
     )
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}")
+    if not Path(path).read_bytes().strip():
+        raise ValueError(f"{path} is empty")
     if kind is None:
         raise ValueError(f"{path}: expected a .jsonl, .json, .csv or .parquet file")
     try:
@@ -274,6 +279,8 @@ def print_summary(folder: Path, summary: dict[str, Any]) -> None:
             print(f"{name:12}{cells[0]:>24}{cells[1]:>24}")
     for name in ("truncated", "length", "kl"):
         print(f"{name:12}{start[name]:>24.3f}{end[name]:>24.3f}")
+    for name in end["report"]:
+        print(f"{name:24}{start['report'][name]:>12.3f}{end['report'][name]:>24.3f}")
     print("\nthree completions of the last step")
     for line in (folder / "samples.jsonl").read_text().splitlines()[-3:]:
         sample = json.loads(line)
@@ -340,7 +347,7 @@ def draw_curves(folder: Path) -> None:
     axes = panel("Gradient budget by pass rate, last evaluation", "share of sum |A| over tokens")
     budget = evaluations[-1][1]["budget"]
     if budget["measured"]:
-        names = [f"{low:g}-{high:g}" for low, high in zip(PASS_RATE_BINS, PASS_RATE_BINS[1:])]
+        names = [f"{low:g}-{high:g}" for low, high in pairwise(PASS_RATE_BINS)]
         for shift, (name, color) in enumerate(
             {"measured": END_COLOR, "predicted": START_COLOR, "prompts": "#999999"}.items()
         ):

@@ -26,11 +26,9 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import datasets
 import torch
@@ -38,7 +36,16 @@ import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from softmax_grpo import ADVANTAGES, Policy, Task
+from softmax_grpo import (
+    ADVANTAGES,
+    Policy,
+    Rollouts,
+    Task,
+    effective_sample_size,
+    encode_prompt,
+    group_tau,
+    stream,
+)
 
 transformers.utils.logging.disable_progress_bar()  # one bar for the run, none for each file of a checkpoint
 
@@ -94,7 +101,12 @@ class Config:
 
     train_file: str = option("", "local JSONL, JSON, CSV or Parquet file in the hub's schema", "data")
     test_file: str = option("", "the same, for the held-out rows", "data")
-    reward: str = option("exact", "exact: the task's verifier", "data", ("exact",))
+    reward: str = option(
+        "exact",
+        "exact: the task's own reward; sim: overlap with the reference text",
+        "data",
+        ("exact", "sim"),
+    )
     max_new_tokens: int = option(0, "cap on completion tokens; 0: the task's own", "data")
     warm_start_steps: int = option(600, "supervised steps of the tiny policy before RL", "data")
     warm_start_quality: float = option(0.4, "share of right answers among its demonstrations", "data")
@@ -280,27 +292,68 @@ def versions() -> dict[str, str]:
     return found | {"commit": git.stdout.strip() or "unknown"}
 
 
-# --- 3. Time and progress ---
+# --- 3. Rows, and what is logged of a step ---
 
 
-@contextmanager
-def clock(seconds: dict[str, float], phase: str, device: torch.device) -> Iterator[None]:
-    """Add the seconds spent inside to seconds[phase]. A GPU works behind the program's back: wait for it."""
-    began = time.perf_counter()
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
+def split_rows(task: Task, config: Config) -> tuple[list[int], list[dict], list[dict]]:
+    """Indices of the training rows, the validation rows (a seeded part of the training rows), and the test rows."""
+    order = torch.randperm(len(task.train), generator=stream(config, "split")).tolist()
+    if len(order) < config.eval_prompts + config.prompts or not len(task.test):
+        raise ValueError(
+            f"{len(order)} training and {len(task.test)} test rows are too few for {config.eval_prompts} validation "
+            f"prompts (--eval-prompts) and {config.prompts} prompts a step (--prompts)"
+        )
+    validation = [task.train[i] for i in order[: config.eval_prompts]]
+    test = [task.test[i] for i in range(min(config.test_prompts, len(task.test)))]
+    return order[config.eval_prompts :], validation, test
 
 
-class progress_bar:
+def check_lengths(policy: Policy, task: Task, rows: list[dict]) -> None:
+    """ValueError if a prompt with its completion could outgrow the model's context: nothing is ever cut silently."""
+    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    lengths = [len(encode_prompt(policy.tokenizer, task.prompt(row))) for row in rows]
+    too_long = sum(length + task.max_new_tokens > context for length in lengths)
+    if too_long or min(lengths) == 0:
+        raise ValueError(
+            f"{too_long} of {len(rows)} prompts do not fit the model's context of {context} tokens beside a completion of "
+            f"{task.max_new_tokens} (prompts have {min(lengths)} to {max(lengths)} tokens; none may be empty): lower "
+            "--max-new-tokens, or drop those rows from the data"
+        )
+
+
+def step_metrics(
+    rollouts: Rollouts, rewards: Tensor, correct: Tensor, signal: Tensor, advantages: Tensor, config: Config
+) -> dict[str, float]:
+    """What a step's rollouts show, over all of them; names as in TRL where the meaning is the same."""
+    lengths = rollouts.lengths.float()
+    return {
+        "num_tokens": lengths.sum().item(),
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std(-1).mean().item(),
+        "pass@1": correct.mean().item(),
+        "frac_reward_zero_std": (signal.amax(-1) == signal.amin(-1)).float().mean().item(),
+        "mean_abs_advantage": advantages.abs().mean().item(),
+        # Of the softmax weights at this tau, whatever the algorithm.
+        "ess": effective_sample_size(signal, group_tau(signal, config)).mean().item(),
+        # By Monte Carlo: the mean of -log pi(token) over the sampled tokens.
+        "entropy": -rollouts.logprobs.sum().item() / lengths.sum().item(),
+        "completions/mean_length": lengths.mean().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": rollouts.truncated.float().mean().item(),
+    }
+
+
+# --- 4. Progress ---
+
+
+class ProgressBar:
     """A bar over the steps that also turns the first Ctrl-C into "finish this step, save, stop"."""
 
     def __init__(self, task: Task, config: Config, step: int) -> None:
         self.bar = tqdm(total=config.steps, initial=step, desc=f"{task.name} {config.algo}", unit="step")
         self.stop_requested = False
 
-    def __enter__(self) -> progress_bar:
+    def __enter__(self) -> Self:
         self.in_main_thread = threading.current_thread() is threading.main_thread()
         if self.in_main_thread:  # Python delivers signals to the main thread only
             self.previous = signal.signal(signal.SIGINT, self.handle)

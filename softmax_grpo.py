@@ -24,16 +24,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from tqdm.auto import tqdm
 
 if TYPE_CHECKING:
     from run import Config  # the settings of a run, one field and one line of explanation each
@@ -359,7 +362,9 @@ def surrogate_loss(
 # 4. Log-probs: sequences (N, L) -> log-probs of their completion tokens (N, T), without ever holding (N, L, V) logits
 # ---------------------------------------------------------------------------------------------------------------
 
-LOGITS_AT_ONCE = 2**22  # elements of the logits matrix held at a time: 16 MiB in float32
+# Elements of the logits matrix held at a time, 48 and 256 MiB. (Blocks above 32 MiB go straight back to the system when they
+# are freed; smaller ones leave holes in the heap of a CPU process, and its memory grows with the batch after all.)
+LOGITS_AT_ONCE = {"cpu": 3 * 2**22, "cuda": 2**26}
 
 
 def token_logprobs(
@@ -401,13 +406,13 @@ def token_logprobs(
     targets = sequences[rows, index]  # (K,)
 
     def slice_logprobs(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = (
-            logits_from_hidden(model, hidden).float() / temperature
-        )  # (k, V); softmax in float32, never bfloat16
-        return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)  # (k,)
+        logits = logits_from_hidden(model, hidden).float()  # (k, V); the softmax in float32, never bfloat16
+        if temperature != 1:
+            logits = logits / temperature
+        return -cross_entropy(logits, targets, reduction="none")  # (k,)
 
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    slice_size = max(1, LOGITS_AT_ONCE // vocabulary)
+    slice_size = max(1, LOGITS_AT_ONCE[sequences.device.type] // vocabulary)
     slices = list(zip(hidden.split(slice_size), targets.split(slice_size)))
     if len(slices) > 1 and torch.is_grad_enabled():
         parts = [recompute_in_backward(slice_logprobs, h, t, use_reentrant=False) for h, t in slices]
@@ -585,17 +590,17 @@ def generate(
         )
         logits, position = out.logits[:, -1], position + 1
 
-    longest_completion = int(lengths.max())
-    tokens, logprobs = tokens[:, :longest_completion], logprobs[:, :longest_completion]
-    prompt_lengths = prompt_lengths.repeat_interleave(group_size)
-    sequences = torch.full((total, longest + longest_completion), pad)
-    for row, (completion, n) in enumerate(zip(tokens.cpu(), lengths.tolist())):
-        prompt = encoded[row // group_size]
-        sequences[row, : len(prompt)] = torch.tensor(prompt)
-        sequences[row, len(prompt) : len(prompt) + n] = completion[:n]
-    completions = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    return Rollouts(sequences.to(device), prompt_lengths.to(device), lengths, logprobs, ~ended, texts)
+    # Put each completion right behind its prompt: padding on the right only, (N, S + T).
+    width = int(lengths.max())
+    tokens, logprobs = tokens[:, :width], logprobs[:, :width]
+    ids = torch.tensor([row + [pad] * (longest + width - len(row)) for row in encoded], device=device)
+    prompt_lengths = prompt_lengths.to(device).repeat_interleave(group_size)
+    place = prompt_lengths[:, None] + torch.arange(width, device=device)
+    sequences = ids.repeat_interleave(group_size, 0).scatter(1, place, tokens)
+    texts = tokenizer.batch_decode(
+        [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())], skip_special_tokens=True
+    )
+    return Rollouts(sequences, prompt_lengths, lengths, logprobs, ~ended, texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -618,6 +623,9 @@ class Task:
     )
     correct: Callable[[str, dict], bool] | None = None  # what pass@k counts; None: a reward of 1
     source: str = ""  # where the data came from: printed and stored
+    report: Callable[[list[str], list[dict]], dict[str, float]] | None = (
+        None  # measures that training does not see
+    )
 
 
 def pass_at_k(num_samples: Tensor, num_correct: Tensor, k: int) -> Tensor:
@@ -669,14 +677,15 @@ def evaluate(
     each [value, low, high] over prompts; truncated share, mean length, KL(policy || reference) per token, and the
     gradient budget.
     """
-    samples, parts = config.eval_samples, defaultdict(list)
+    samples, parts, texts = config.eval_samples, defaultdict(list), []
     at_once = max(1, config.rollout_rows // samples)
-    for i in range(0, len(rows), at_once):
+    for i in tqdm(range(0, len(rows), at_once), desc="evaluation", unit="batch", leave=False, disable=None):
         some = rows[i : i + at_once]
         prompts = [task.prompt(row) for row in some]
         best = generate(*policy, prompts, 1, task.max_new_tokens, temperature=0)
         parts["greedy"].append(score_texts(task, best.texts, some, 1)[1][:, 0])
         rollouts = generate(*policy, prompts, samples, task.max_new_tokens, config.temperature, generator)
+        texts += rollouts.texts
         rewards, correct = score_texts(task, rollouts.texts, some, samples)
         parts["rewards"].append(rewards)
         parts["correct"].append(correct)
@@ -697,8 +706,9 @@ def evaluate(
         **{name: mean_interval(values) for name, values in means.items()},
         "truncated": whole["truncated"].mean().item(),
         "length": lengths.mean().item(),
-        "kl": (sum(parts["kl"]) / lengths.sum()).item(),
+        "kl": max(0.0, (sum(parts["kl"]) / lengths.sum()).item()),  # >= 0 but for rounding
         "budget": gradient_budget(rewards, correct, lengths, config),
+        "report": task.report(texts, [row for row in rows for _ in range(samples)]) if task.report else {},
     }
 
 
@@ -754,7 +764,8 @@ def train(policy: Policy, task: Task, config: Config) -> dict[str, Any]:
     step's randomness is a function of (seed, purpose, step) and its prompts of (seed, position), so that resuming needs
     only the weights, the optimiser and the step. Raises ValueError for what cannot work, before any work is done.
     """
-    from run import RunFolder, clock, progress_bar  # the plumbing; sections 1-6 do without it
+    # The plumbing of a run: rows, files, progress. Everything else in this file does without it.
+    from run import ProgressBar, RunFolder, check_lengths, split_rows, step_metrics
 
     device = torch.device(config.device)
     model = (
@@ -787,7 +798,7 @@ def train(policy: Policy, task: Task, config: Config) -> dict[str, Any]:
         run.start = measure(test, "test", 0, run.seconds)
         run.log({"step": 0, "validation": measure(validation, "validation", 0, run.seconds)})
 
-    with progress_bar(task, config, run.step) as bar:
+    with ProgressBar(task, config, run.step) as bar:
         for step in range(run.step, config.steps):
             seconds: dict[str, float] = defaultdict(float)
             rows = [task.train[train_rows[i]] for i in prompt_indices(len(train_rows), config, step)]
@@ -843,8 +854,6 @@ def update_policy(
     seconds: dict[str, float] | None = None,
 ) -> dict[str, float]:
     """`config.updates` optimiser steps on one batch of rollouts, advantages (P, M). Returns metrics over all its tokens."""
-    from run import clock
-
     seconds = defaultdict(float) if seconds is None else seconds
     device = rollouts.sequences.device
     advantages = advantages.flatten().to(device)  # (N,)
@@ -930,29 +939,6 @@ def microbatches(rows: Tensor, rollouts: Rollouts, max_tokens: int) -> list[Tens
     return [torch.tensor(batch) for batch in batches]
 
 
-def step_metrics(
-    rollouts: Rollouts, rewards: Tensor, correct: Tensor, signal: Tensor, advantages: Tensor, config: Config
-) -> dict[str, float]:
-    """What a step's rollouts show, over all of them; names as in TRL where the meaning is the same."""
-    lengths = rollouts.lengths.float()
-    return {
-        "num_tokens": lengths.sum().item(),
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std(-1).mean().item(),
-        "pass@1": correct.mean().item(),
-        "frac_reward_zero_std": (signal.amax(-1) == signal.amin(-1)).float().mean().item(),
-        "mean_abs_advantage": advantages.abs().mean().item(),
-        "ess": effective_sample_size(signal, group_tau(signal, config))
-        .mean()
-        .item(),  # of softmax, whatever the algorithm
-        "entropy": -rollouts.logprobs.sum().item()
-        / lengths.sum().item(),  # Monte Carlo: mean of -log pi(token)
-        "completions/mean_length": lengths.mean().item(),
-        "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": rollouts.truncated.float().mean().item(),
-    }
-
-
 def stream(
     config: Config, purpose: str, step: int = 0, device: torch.device | str = "cpu"
 ) -> torch.Generator:
@@ -969,30 +955,11 @@ def prompt_indices(num_rows: int, config: Config, step: int) -> list[int]:
     return [shuffles[place // num_rows][place % num_rows] for place in places]
 
 
-def split_rows(task: Task, config: Config) -> tuple[list[int], list[dict], list[dict]]:
-    """Indices of the training rows, the validation rows (a seeded part of the training rows), and the test rows."""
-    order = torch.randperm(len(task.train), generator=stream(config, "split")).tolist()
-    if len(order) < config.eval_prompts + config.prompts or not len(task.test):
-        raise ValueError(
-            f"{len(order)} training and {len(task.test)} test rows are too few for {config.eval_prompts} validation "
-            f"prompts (--eval-prompts) and {config.prompts} prompts a step (--prompts)"
-        )
-    validation = [task.train[i] for i in order[: config.eval_prompts]]
-    return (
-        order[config.eval_prompts :],
-        validation,
-        [task.test[i] for i in range(min(config.test_prompts, len(task.test)))],
-    )
-
-
-def check_lengths(policy: Policy, task: Task, rows: list[dict]) -> None:
-    """ValueError if a prompt with its completion could outgrow the model's context: nothing is ever cut silently."""
-    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    lengths = [len(encode_prompt(policy.tokenizer, task.prompt(row))) for row in rows]
-    too_long = sum(length + task.max_new_tokens > context for length in lengths)
-    if too_long or min(lengths) == 0:
-        raise ValueError(
-            f"{too_long} of {len(rows)} prompts do not fit the model's context of {context} tokens beside a completion of "
-            f"{task.max_new_tokens} (prompts have {min(lengths)} to {max(lengths)} tokens; none may be empty): lower "
-            "--max-new-tokens, or drop those rows from the data"
-        )
+@contextmanager
+def clock(seconds: dict[str, float], phase: str, device: torch.device) -> Iterator[None]:
+    """Add the seconds spent inside to seconds[phase]. A GPU works behind the program's back: wait for it."""
+    began = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began

@@ -27,6 +27,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import launch
 import softmax_grpo as core
 import tiny_policy
 import train_countdown
@@ -496,7 +497,7 @@ def ragged_batch(side: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Ten
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("at_once", [2**22, 3 * VOCABULARY])
 def test_token_logprobs_equal_a_plain_forward_pass(name, side, temperature, at_once, monkeypatch):
-    monkeypatch.setattr(core, "LOGITS_AT_ONCE", at_once)  # also in slices of three positions
+    monkeypatch.setitem(core.LOGITS_AT_ONCE, "cpu", at_once)  # also in slices of three positions
     model = MODELS[name]()
     rows, sequences, mask = ragged_batch(side)
     result = core.token_logprobs(model, sequences, mask, torch.tensor(PROMPT_LENGTHS), temperature)
@@ -551,7 +552,7 @@ def largest_allocation(model, rows: int) -> int:
 
 def test_scoring_memory_is_flat_in_the_batch(monkeypatch):
     model = small_llama(vocab_size=5000)
-    monkeypatch.setattr(core, "LOGITS_AT_ONCE", 50 * 5000)
+    monkeypatch.setitem(core.LOGITS_AT_ONCE, "cpu", 50 * 5000)
     weights = 5000 * 32
     small, large = (
         largest_allocation(model, 4),
@@ -1203,3 +1204,206 @@ def test_countdown_reward_agrees_with_python_on_valid_expressions():
 
 def countdown_task(**changes) -> Task:
     return train_countdown.build_task(Config(**changes))
+
+
+def test_countdown_data_is_solvable_seeded_and_disjoint():
+    first, second = train_countdown.generate_problems(300, 0), train_countdown.generate_problems(300, 0)
+    assert first.to_list() == second.to_list() != train_countdown.generate_problems(300, 1).to_list()
+    for row in first:
+        assert train_countdown.countdown_reward(row["solution"], row["nums"], row["target"]) == 1
+    task = countdown_task()
+    keys = [
+        {train_countdown.problem_key(r["nums"], r["target"]) for r in rows}
+        for rows in (task.train, task.test)
+    ]
+    assert not keys[0] & keys[1] and len(keys[0]) == len(task.train) and len(keys[1]) > 256
+
+
+def test_demonstrations_are_of_the_stated_quality():
+    task = countdown_task(warm_start_quality=1.0)
+    rows = {train_countdown.plain_prompt(row): row for row in task.train}
+    mixed = countdown_task(warm_start_quality=0.4)
+    by_key = {train_countdown.problem_key(row["nums"], row["target"]): row for row in rows.values()}
+
+    def share_right(demonstrations):
+        rewards = []
+        for prompt, completion in demonstrations:
+            numbers, target = prompt[:-1].split("=")
+            row = by_key[train_countdown.problem_key([int(n) for n in numbers.split(",")], int(target))]
+            rewards.append(train_countdown.countdown_reward(completion, row["nums"], row["target"]))
+        return sum(rewards) / len(rewards)
+
+    assert share_right(task.demonstrations) == 1
+    assert 0.42 < share_right(mixed.demonstrations) < 0.6  # 0.4 and what random expressions hit by luck
+    assert len(mixed.demonstrations) == 4 * len(mixed.train)
+
+
+# --- launch.py: command line and data ---
+
+COUNTDOWN = (["countdown"], {"countdown": train_countdown.PRESETS}, "Countdown")
+
+
+def run_script(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    """The exit code and the last line on stderr of `python train_countdown.py ...`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["train_countdown.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        launch.launch(
+            {"countdown": train_countdown.build_task}, {"countdown": train_countdown.PRESETS}, "Countdown"
+        )
+    code = stopped.value.code
+    return code, capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_flags_override_presets_override_defaults():
+    config = launch.parse_config(*COUNTDOWN, ["--device", "cpu"])
+    assert (config.steps, config.group_size, config.preset, config.task) == (250, 8, "cpu", "countdown")
+    config = launch.parse_config(
+        *COUNTDOWN, ["--preset", "gpu", "--steps", "7", "--exact", "--clip-low", "none", "--device", "cpu"]
+    )
+    assert config.model.startswith("Qwen/") and config.steps == 7 and config.lr_decay is False
+    assert config.exact and config.clip_low is None and config.beta == 0 and config.aggregation == "sum"
+    assert launch.parse_config(*COUNTDOWN, ["--lr-decay", "no"]).lr_decay is False
+
+
+@pytest.mark.parametrize("arguments,message", [
+    (["--group-size", "1"], "group_size must be at least 2"),
+    (["--tau", "0"], "tau must be finite and positive"),
+    (["--tau", "nan"], "tau must be finite and positive"),
+    (["--train-file", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+    (["--test-file", "x.jsonl"], "--test-file needs a --train-file"),
+    (["--model", "no/such-model"], "the model no/such-model cannot be loaded"),
+    (["--preset", "gpu"], "cannot be loaded from the hub"),
+    (["--device", "tpu"], "no such device"),
+    (["--prompts", "100000"], "too few"),
+])  # fmt: skip
+def test_bad_input_ends_in_one_sentence(monkeypatch, capsys, tmp_path, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    quick = ["--out", str(tmp_path), "--warm-start-steps", "1", "--device", "cpu"]
+    code, error = run_script(monkeypatch, capsys, *quick, *arguments)
+    assert code == 2 and error.startswith("error: ") and message in error
+    assert not list(tmp_path.glob("countdown-*")), "no run folder may be left behind"
+
+
+@pytest.mark.parametrize("content,name,message", [
+    ('{"target": 3}\n', "rows.jsonl", "no column nums"),
+    ("\n", "rows.jsonl", "is empty"),
+    ("not json\n", "rows.jsonl", "cannot be read as json"),
+    ('{"nums": [1, 2], "target": 3}\n', "rows.txt", "expected a .jsonl, .json, .csv or .parquet file"),
+    ('{"nums": [], "target": 3}\n', "rows.jsonl", "no usable rows are left"),
+    ('{"nums": [1, 2], "target": 3}\n' * 50, "rows.jsonl", "no usable rows are left"),
+])  # fmt: skip
+def test_bad_files_end_in_one_sentence(monkeypatch, capsys, tmp_path, content, name, message):
+    (tmp_path / name).write_text(content)
+    code, error = run_script(
+        monkeypatch,
+        capsys,
+        "--train-file",
+        str(tmp_path / name),
+        "--out",
+        str(tmp_path / "runs"),
+        "--device",
+        "cpu",
+    )
+    assert code == 2 and message in error
+    assert not (tmp_path / "runs").exists()
+
+
+def write_rows(rows: list[dict], path: Path) -> str:
+    data = datasets.Dataset.from_list(rows)
+    {".jsonl": data.to_json, ".json": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}[
+        path.suffix
+    ](path)
+    return str(path)
+
+
+def load(path: str, test: str = "", **more):
+    config = Config(train_file=path, test_file=test)
+    return launch.load_rows(config, ["a", "b"], ("", None), key=lambda row: row["a"], offline=None, **more)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_local_files_in_every_format(tmp_path, suffix):
+    rows = [{"a": f"prompt {i}", "b": i} for i in range(200)]
+    train, test, source = load(write_rows(rows, tmp_path / f"rows{suffix}"), keep=lambda row: row["b"] != 7)
+    assert sorted([*train["b"], *test["b"]]) == [i for i in range(200) if i != 7]
+    assert 5 < len(test) < 40 and "199 of 200 train rows usable" in source and "sha256" in source
+
+
+def test_holdout_depends_on_the_prompt_alone(tmp_path):
+    rows = [{"a": f"prompt {i % 90}", "b": i} for i in range(180)]  # every prompt twice
+    _, test, _ = load(write_rows(rows, tmp_path / "forward.jsonl"))
+    _, shuffled, _ = load(write_rows(rows[::-1][::2] + rows[::-1][1::2], tmp_path / "shuffled.jsonl"))
+    assert sorted(test["a"]) == sorted(shuffled["a"]) and all(test["a"].count(a) == 2 for a in test["a"])
+
+
+def test_training_rows_that_are_test_rows_are_dropped(tmp_path):
+    rows = [{"a": f"prompt {i}", "b": i} for i in range(20)]
+    train_file, test_file = (
+        write_rows(rows, tmp_path / "train.jsonl"),
+        write_rows(rows[:5], tmp_path / "test.jsonl"),
+    )
+    train, test, source = load(train_file, test_file)
+    assert len(train) == 15 and len(test) == 5 and "5 training rows dropped" in source
+
+
+# --- The commands of the README, and a run from the outside ---
+
+QUICK = "--device cpu --steps 3 --prompts 4 --group-size 4 --eval-prompts 8 --test-prompts 8 --eval-samples 8 --eval-every 2".split()
+QUICK += "--save-every 1 --warm-start-steps 5".split()
+
+
+def start_script(out: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "train_countdown.py", *QUICK, "--out", str(out), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_run_from_the_outside_killed_interrupted_and_resumed(tmp_path):
+    whole = start_script(tmp_path / "whole")
+    many = ["--steps", "300"]
+    parts = start_script(tmp_path / "parts", *many)
+    out, err = whole.communicate(timeout=240)
+    assert whole.returncode == 0, err
+    (folder,) = (tmp_path / "whole").glob("countdown-*")
+    assert {p.name for p in folder.iterdir()} >= {
+        "summary.json",
+        "curves.png",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "checkpoint",
+    }
+    assert "warning" not in err.lower() and "pass@8" in out and "curves.png" in out
+
+    def wait_for_steps(count: int) -> Path:
+        for _ in range(1200):
+            for metrics in (tmp_path / "parts").glob("countdown-*/metrics.jsonl"):
+                if len(metrics.read_text().splitlines()) > count:
+                    return metrics
+            time.sleep(0.1)
+        raise AssertionError("the run did not get going")
+
+    metrics = wait_for_steps(3)
+    parts.kill()
+    parts.communicate()
+    done = len(metrics.read_text().splitlines())
+    again = start_script(tmp_path / "parts", *many, "--resume")
+    wait_for_steps(done + 2)
+    again.send_signal(signal.SIGINT)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 130 and "--resume continues from here" in err
+    steps = [line["step"] for line in lines_without_time(next((tmp_path / "parts").glob("countdown-*")))]
+    assert steps == list(range(len(steps))), "no step may be missing or logged twice"
+
+
+def test_readme_commands_exist():
+    commands = re.findall(
+        r"^(?:OMP_NUM_THREADS=1 )?python (\w+\.py)(.*)$", (HERE / "README.md").read_text(), re.MULTILINE
+    )
+    assert ("train_countdown.py", "") in [(script, rest.split("#")[0].strip()) for script, rest in commands]
+    for script, rest in commands:
+        assert (HERE / script).is_file(), script
+        arguments = rest.split("#")[0].split()
+        if script == "train_countdown.py" and "--help" not in arguments:
+            launch.parse_config(*COUNTDOWN, [a for a in arguments])

@@ -122,14 +122,16 @@ def generate_problems(count: int, seed: int) -> datasets.Dataset:
     """`count` different solvable problems: two or three numbers up to 20, + and -. Columns nums, target, solution."""
     chooser = random.Random(seed)
     problems: dict[tuple, dict] = {}
-    while len(problems) < count:
+    for _ in range(50 * count):
+        if len(problems) == count:
+            return datasets.Dataset.from_list(list(problems.values()))
         numbers = [chooser.randint(1, 20) for _ in range(chooser.choice((2, 3, 3)))]
         solution = random_expression(numbers, "+-", chooser)
         target = evaluate_expression(re.findall(r"[0-9]+|[-+*/()]", solution))
         if 1 <= target <= 60:
             row = {"nums": numbers, "target": int(target), "solution": solution}
             problems.setdefault(problem_key(numbers, target), row)
-    return datasets.Dataset.from_list(list(problems.values()))
+    raise ValueError(f"there are not {count} different problems to generate, only about {len(problems)}")
 
 
 def problem_key(numbers: list[int], target: Any) -> tuple:
@@ -194,7 +196,8 @@ def build_task(config: Config) -> Task:
         columns=["nums", "target"],
         hub=("Jiayi-Pan/Countdown-Tasks-3to4", None),
         key=lambda row: str(problem_key(row["nums"], row["target"])),
-        offline=lambda: generate_problems(6000, config.seed),
+        offline=lambda: generate_problems(4000, config.seed),
+        keep=lambda row: len(row["nums"]) > 0,
     )
     tiny = config.model == "tiny"
     return Task(
