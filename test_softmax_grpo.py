@@ -29,6 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import launch
 import softmax_grpo as core
+import theory
 import tiny_policy
 import train_countdown
 from run import Config, RunFolder, run_folder
@@ -254,6 +255,14 @@ def test_share_by_pass_rate_bins():
         [2 / 7, 1 / 7, 1 / 7, 1 / 7, 2 / 7]
     )
     assert core.share_by_pass_rate(rates, torch.zeros(7)).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("check", theory.CHECKS, ids=lambda check: check.__name__)
+def test_every_statement_of_the_theory(check):
+    verdicts = list(check())
+    assert verdicts
+    for verdict in verdicts:
+        assert verdict.ok, verdict
 
 
 # --- 3. Surrogate ---
@@ -758,7 +767,7 @@ def test_gradient_budget_matches_its_prediction():
     for algo in ADVANTAGES:
         config = Config(algo=algo)
         budget = core.gradient_budget(correct, correct, torch.ones_like(correct), config)
-        assert budget["measured"] == pytest.approx(budget["predicted"], abs=0.01)
+        assert budget["measured"] == pytest.approx(budget["predicted"], abs=0.02)
         assert sum(budget["measured"]) == pytest.approx(1)
         assert budget["prompts"] == pytest.approx([0.2] * 5, abs=0.03)
     assert core.gradient_budget(correct[:, :15], correct[:, :15], correct[:, :15], config)["measured"] == []

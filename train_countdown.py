@@ -181,7 +181,8 @@ def chat_prompt(row: dict) -> list[dict[str, str]]:
 # --- 4. The task and its defaults ---
 
 PRESETS = {
-    "cpu": {"steps": 250, "prompts": 32, "lr": 3e-4, "warm_start_steps": 600, "warm_start_quality": 0.4},
+    "cpu": {"steps": 250, "prompts": 32, "lr": 3e-4, "warm_start_steps": 600, "warm_start_quality": 0.4,
+            "eval_prompts": 96, "eval_samples": 32},
     # The paper's: Qwen2.5-1.5B, lr 1e-6 constant, clip 0.20 / 0.28, KL 1e-3, token mean, tau 0.1, M 8, 64 prompts.
     "gpu": {
         "model": "Qwen/Qwen2.5-1.5B-Instruct", "steps": 2000, "prompts": 64, "lr": 1e-6, "lr_decay": False, "beta": 1e-3,
