@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -33,7 +34,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_policy
-from run import Config, is_interval, run_folder
+from run import Config, is_interval, run_folder, split_indices
 from softmax_grpo import PASS_RATE_BINS, Policy, Task, train
 
 datasets.disable_progress_bars()
@@ -70,9 +71,7 @@ def parse_config(
     given = vars(parser.parse_args(arguments))
     task = given.setdefault("task", tasks[0])
     device = given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
-    if device.split(":")[0] not in ("cpu", "cuda") or (
-        device.startswith("cuda") and not torch.cuda.is_available()
-    ):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device) or (device != "cpu" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device}: there is no such device here; use --device cpu")
     preset = given.setdefault("preset", "gpu" if device.startswith("cuda") else "cpu")
     return Config(**{**presets[task][preset], **given})
@@ -99,10 +98,10 @@ def load_rows(
     offline: Callable[[], datasets.Dataset] | None,
     keep: Callable[[dict], bool] = lambda row: True,
 ) -> tuple[datasets.Dataset, datasets.Dataset, str]:
-    """Training and test rows with disjoint keys, and where they came from.
+    """Training and test rows, no two of them with the same key, and where they came from.
 
     From `--train-file` (and `--test-file`), else the hub (preset gpu), else the offline generator. Where there is no
-    test split, one row in ten is held out by a hash of its key: independent of row order, duplicates stay together.
+    test split, one row in ten is held out by a hash of its key: independent of row order.
     Raises ValueError naming a missing file or column, or when nothing usable is left.
     """
     if config.test_file and not config.train_file:
@@ -136,8 +135,14 @@ def load_rows(
                 f"the {name} rows have no column {', '.join(missing)}: expected {', '.join(columns)}, "
                 f"got {', '.join(data[name].column_names)}"
             )
-        kept[name] = data[name].filter(keep)
-        counts.append(f"{len(kept[name])} of {len(data[name])} {name} rows usable")
+        usable = data[name].filter(keep)
+        first_places: dict[str, int] = {}
+        for place, row in enumerate(usable):
+            first_places.setdefault(key(row), place)
+        kept[name] = usable.select(first_places.values())
+        counts.append(f"{len(usable)} of {len(data[name])} {name} rows usable")
+        if repeated := len(usable) - len(kept[name]):
+            counts.append(f"{repeated} repeated ones dropped")
     if "test" in kept:
         tested = {key(row) for row in kept["test"]}
         train_rows, test_rows = kept["train"].filter(lambda row: key(row) not in tested), kept["test"]
@@ -155,6 +160,11 @@ def load_rows(
         test_rows,
         f"{source}: {'; '.join(counts)}; {len(train_rows)} train, {len(test_rows)} test",
     )
+
+
+def imitable(train_rows: datasets.Dataset, config: Config) -> datasets.Dataset:
+    """The rows that demonstrations may come from: those that `train` will not hold back for validation."""
+    return train_rows.select(split_indices(len(train_rows), config)[0])
 
 
 def read_file(path: str) -> datasets.Dataset:
@@ -201,14 +211,8 @@ def load_policy(config: Config, task: Task) -> Policy:
 
 def load_tiny_policy(config: Config, task: Task) -> Policy:
     """Warm-start the tiny policy, once: runs that differ only in their RL settings share it, so they can be paired."""
-    settings = [
-        config.task,
-        config.seed,
-        config.warm_start_steps,
-        config.warm_start_quality,
-        config.train_file,
-    ]
-    digest = hashlib.sha256(json.dumps([*settings, task.demonstrations]).encode()).hexdigest()[:8]
+    settings = [config.seed, config.warm_start_steps, task.max_new_tokens, task.demonstrations]
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
     folder = Path(config.out) / f"warm-start-{config.task}-seed{config.seed}-{digest}"
     if not (folder / "config.json").exists():
         policy = tiny_policy.warm_start(
@@ -229,27 +233,36 @@ def load_tiny_policy(config: Config, task: Task) -> Policy:
 
 
 def launch(
-    tasks: dict[str, Callable[[Config], Task]], presets: dict[str, dict[str, dict]], description: str
+    tasks: dict[str, Callable[[Config], Task]],
+    presets: dict[str, dict[str, dict]],
+    description: str,
+    after: Callable[[Config, Task, dict], None] | None = None,
 ) -> None:
-    """The main function of a training script: `tasks[name](config)` builds the task, `presets[name]` its defaults."""
+    """The main function of a training script: `tasks[name](config)` builds the task, `presets[name]` its defaults;
+    `after(config, task, summary)` is called when the run is done.
+    """
     try:
         config = parse_config(list(tasks), presets, description, sys.argv[1:])
-        run_task(config, tasks[config.task](config))
+        task = tasks[config.task](config)
+        summary = run_task(config, task)
+        if after:
+            after(config, task, summary)
     except torch.OutOfMemoryError:
         sys.exit(
             "error: out of GPU memory: lower --microbatch-tokens first, then --prompts, --max-new-tokens or --group-size"
         )
-    except (ValueError, FileExistsError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
-        print(interrupt or "stopped before the first step; nothing was lost", file=sys.stderr)
+        print(str(interrupt) or "stopped; the same command with --resume continues a run", file=sys.stderr)
         sys.exit(130)
 
 
 def run_task(config: Config, task: Task) -> dict[str, Any]:
     """One run from its header to its figures; returns the summary. compare.py calls this for every arm."""
     folder = run_folder(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)  # before the work, so that an impossible --out shows now
     method = f"{config.algo}, " + (
         f"ESS {config.target_ess:g}" if config.target_ess else f"tau {config.tau:g}"
     )
@@ -279,8 +292,10 @@ def print_summary(folder: Path, summary: dict[str, Any]) -> None:
             print(f"{name:12}{cells[0]:>24}{cells[1]:>24}")
     for name in ("truncated", "length", "kl"):
         print(f"{name:12}{start[name]:>24.3f}{end[name]:>24.3f}")
-    for name in end["report"]:
-        print(f"{name:24}{start['report'][name]:>12.3f}{end['report'][name]:>24.3f}")
+    for name in (name for name in end["report"] if not name.endswith("/reference")):
+        beside = end["report"].get(f"{name}/reference")
+        beside = "" if beside is None else f"   references {beside:.3f}"
+        print(f"{name:24}{start['report'][name]:>12.3f}{end['report'][name]:>24.3f}{beside}")
     print("\nthree completions of the last step")
     for line in (folder / "samples.jsonl").read_text().splitlines()[-3:]:
         sample = json.loads(line)

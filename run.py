@@ -119,6 +119,7 @@ class Config:
     eval_samples: int = option(16, "sampled completions per evaluation prompt, at least 8", "evaluation")
     rollout_rows: int = option(1024, "completions generated at a time in evaluation", "evaluation")
     save_every: int = option(50, "steps between checkpoints", "evaluation")
+    judge: str = option("", "train_textgen.py: a chat model that rates texts before and after", "evaluation")
 
     def __post_init__(self) -> None:
         if self.exact:
@@ -132,7 +133,7 @@ class Config:
             "max_new_tokens": 0,
             "seed": 0,
         }
-        counts = "prompts steps updates microbatch_tokens eval_every eval_prompts test_prompts rollout_rows save_every"
+        counts = "warm_start_steps prompts steps updates microbatch_tokens eval_every eval_prompts test_prompts rollout_rows save_every"
         at_least |= dict.fromkeys(counts.split(), 1)
         for name, bound in at_least.items():
             if not bound <= getattr(self, name) < math.inf:
@@ -153,8 +154,8 @@ class Config:
                 raise ValueError(f"{f.name} must be one of {known}, got {getattr(self, f.name)!r}")
 
     def result_settings(self) -> dict[str, Any]:
-        """The settings that shape the result: all but where it is written."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("out", "resume")}
+        """The settings that shape the result: not where it is written, nor who looks at it afterwards."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("out", "resume", "judge")}
 
 
 # --- 2. The folder ---
@@ -188,6 +189,7 @@ class RunFolder:
         else:
             self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.path / "config.json", {**settings, "versions": versions()})
+        self.claim()
         # A kill between the two renames of `save` leaves the last checkpoint under its second name.
         checkpoint, second_name = self.path / "checkpoint", self.path / "checkpoint.old"
         if not checkpoint.exists() and second_name.exists():
@@ -204,6 +206,20 @@ class RunFolder:
                 replace_file(
                     path, "".join(x for x in whole if self.state and json.loads(x)["step"] <= self.step)
                 )
+
+    def claim(self) -> None:
+        """Two processes must not write one folder. The number of a process that is gone counts for nothing."""
+        owner = self.path / "writer.pid"
+        if os.name == "posix" and owner.exists() and (number := owner.read_text()).isdigit():
+            try:
+                os.kill(int(number), 0)  # signal 0 only asks whether the process is there
+            except OSError:
+                number = str(os.getpid())
+            if number != str(os.getpid()):
+                raise FileExistsError(
+                    f"process {number} is writing to {self.path}: wait for it (or delete {owner}, if it is another program)"
+                )
+        replace_file(owner, str(os.getpid()))
 
     def restore(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Load the checkpoint, if there is one, into the model and the optimiser."""
@@ -234,7 +250,12 @@ class RunFolder:
         self.summary = {"task": self.task.name, "algo": self.config.algo, "seed": self.config.seed}
         self.summary |= {"start": self.start, "end": end, "seconds": seconds}
         self.save(policy, optimizer, self.config.steps)
+
+    def finished(self) -> dict[str, Any]:
+        """The summary, also in summary.json (again, in case a kill came between the last checkpoint and that file)."""
         write_json(self.path / "summary.json", self.summary)
+        (self.path / "writer.pid").unlink(missing_ok=True)
+        return self.summary
 
     def log(self, metrics: dict[str, Any]) -> None:
         for phase, value in metrics.get("seconds", {}).items():
@@ -296,16 +317,25 @@ def versions() -> dict[str, str]:
 
 
 def split_rows(task: Task, config: Config) -> tuple[list[int], list[dict], list[dict]]:
-    """Indices of the training rows, the validation rows (a seeded part of the training rows), and the test rows."""
-    order = torch.randperm(len(task.train), generator=stream(config, "split")).tolist()
-    if len(order) < config.eval_prompts + config.prompts or not len(task.test):
+    """Indices of the training rows, the validation rows (a seeded part of the training rows), and the test rows: a part
+    that is the same for every seed, when there are more than --test-prompts.
+    """
+    training, validation = split_indices(len(task.train), config)
+    if not len(task.test):
+        raise ValueError("there are no test rows")
+    tested = torch.randperm(len(task.test), generator=torch.Generator().manual_seed(0))[: config.test_prompts]
+    return training, [task.train[i] for i in validation], [task.test[i] for i in sorted(tested.tolist())]
+
+
+def split_indices(num_rows: int, config: Config) -> tuple[list[int], list[int]]:
+    """Which of the training rows to train on, and which to hold back for validation; nobody may imitate those either."""
+    if num_rows < config.eval_prompts + config.prompts:
         raise ValueError(
-            f"{len(order)} training and {len(task.test)} test rows are too few for {config.eval_prompts} validation "
-            f"prompts (--eval-prompts) and {config.prompts} prompts a step (--prompts)"
+            f"{num_rows} training rows are too few for {config.eval_prompts} validation prompts (--eval-prompts) and "
+            f"{config.prompts} prompts a step (--prompts)"
         )
-    validation = [task.train[i] for i in order[: config.eval_prompts]]
-    test = [task.test[i] for i in range(min(config.test_prompts, len(task.test)))]
-    return order[config.eval_prompts :], validation, test
+    order = torch.randperm(num_rows, generator=stream(config, "split")).tolist()
+    return order[config.eval_prompts :], order[: config.eval_prompts]
 
 
 def check_lengths(policy: Policy, task: Task, rows: list[dict]) -> None:

@@ -33,6 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError  # chat templates are jinja2, which transformers uses to render them
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
@@ -318,6 +319,9 @@ def surrogate_loss(
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0.0)
     log_ratio = logprobs - old_logprobs.masked_fill(~mask, 0.0)  # (N, T)
+    log_ratio = log_ratio.clamp(
+        -20, 20
+    )  # a ratio of 5e8 is lost already, but inf * 0 would lose the whole batch
     ratio = log_ratio.exp()
     advantages = advantages[:, None]  # (N, 1): every token of a completion shares its advantage
 
@@ -353,7 +357,7 @@ def surrogate_loss(
                 ratio - 1 - log_ratio
             ).sum(),  # k3 estimate of KL(old || pi): how far this batch has moved us
             "kl_ref": kl_ref.sum(),
-            "ratio_max": ratio.max() if mask.any() else ratio.new_ones(()),
+            "ratio_max": ratio.masked_fill(~mask, 0.0).max() if mask.any() else ratio.new_ones(()),
         }
     return loss, stats
 
@@ -394,14 +398,15 @@ def token_logprobs(
     rows = torch.arange(len(sequences), device=sequences.device)[:, None].expand_as(index)
     rows, index = rows[mask], index[mask]  # (K,), (K,): the K real completion tokens of the batch
 
-    # With padding on the right only, causal attention never sees it: no mask, and attention takes its fast path.
-    left_padded = bool((first > 0).any())
-    hidden = model.base_model(
-        input_ids=sequences,
-        attention_mask=attention_mask if left_padded else None,
-        position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0),
-        use_cache=False,
-    ).last_hidden_state  # (N, L, H)
+    # With padding on the right only, causal attention never sees it and positions are 0, 1, 2, ...: the model then needs
+    # neither mask nor positions, and its attention takes the fast path.
+    padding = {}
+    if bool((first > 0).any()):
+        padding = {
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+        }
+    hidden = model.base_model(input_ids=sequences, use_cache=False, **padding).last_hidden_state  # (N, L, H)
     hidden = hidden[rows, index - 1]  # (K, H): position i - 1 predicts token i
     targets = sequences[rows, index]  # (K,)
 
@@ -485,8 +490,13 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]]) -> list[in
     """
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        template = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
+        try:
+            return list(template(messages)["input_ids"])
+        except TemplateError:  # Gemma's has no system role: say it as part of the first message
+            system, user, *rest = messages
+            joined = {"role": "user", "content": f"{system['content']}\n\n{user['content']}"}
+            return list(template([joined, *rest])["input_ids"])
     if not isinstance(prompt, str):
         prompt = "".join(message["content"] + "\n\n" for message in prompt)
     ids = list(tokenizer(prompt)["input_ids"])
@@ -532,7 +542,12 @@ def generate(
     mask = attention if padded else None
     out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
     cache = out.cache
-    cache.batch_repeat_interleave(group_size)
+    try:
+        cache.batch_repeat_interleave(group_size)
+    except AttributeError as error:  # Mamba and its kind
+        raise ValueError(
+            f"the cache of {type(model).__name__} cannot be shared by a group: take an attention model"
+        ) from error
     logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # (N, V), N = P * M
     attention = attention.repeat_interleave(group_size, 0)
     position = prompt_lengths.to(device).repeat_interleave(group_size)  # (N,) of the next token
@@ -626,15 +641,19 @@ def pass_at_k(num_samples: Tensor, num_correct: Tensor, k: int) -> Tensor:
 
 def mean_interval(values: Tensor) -> list[float]:
     """[mean, low, high] with a 95% interval over prompts. Wilson's for 0/1 values, which does not collapse to a point
-    at 0 of n or n of n; otherwise mean +- 1.96 standard errors, within [0, 1].
+    at 0 of n or n of n; otherwise mean +- 1.96 standard errors, within [0, 1] if the values are.
     """
     n, mean, z = len(values), values.double().mean().item(), 1.96
     if ((values == 0) | (values == 1)).all():
         centre, scale = mean + z * z / (2 * n), 1 + z * z / n
         half = z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
     else:
-        centre, scale, half = mean, 1.0, z * values.double().std().item() / math.sqrt(n)
-    return [mean, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)]
+        centre, scale = mean, 1.0
+        half = z * values.double().std().item() / math.sqrt(n) if n > 1 else math.inf
+    low, high = (centre - half) / scale, (centre + half) / scale
+    if ((values >= 0) & (values <= 1)).all():
+        low, high = max(0.0, low), min(1.0, high)
+    return [mean, low, high]
 
 
 def score_texts(task: Task, texts: list[str], rows: list[dict], group_size: int) -> tuple[Tensor, Tensor]:
@@ -644,12 +663,20 @@ def score_texts(task: Task, texts: list[str], rows: list[dict], group_size: int)
         prompt, member = divmod(i, group_size)
         row = rows[prompt]
         reward = task.reward(text, row)
-        if not (isinstance(reward, (int, float)) and math.isfinite(reward)):
+        try:
+            value = (
+                math.nan if isinstance(reward, str) else float(reward)
+            )  # numpy's and torch's numbers are fine
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
+        if not abs(value) < 1e30:  # true for NaN as well; larger ones do not fit float32
             raise ValueError(
                 f"{task.name}: the reward must be a finite number, got {reward} for {task.prompt(row)!r}"
             )
-        rewards[prompt, member] = reward
-        correct[prompt, member] = reward >= 1 - 1e-6 if task.correct is None else task.correct(text, row)
+        rewards[prompt, member] = value
+        correct[prompt, member] = float(
+            value >= 1 - 1e-6 if task.correct is None else task.correct(text, row)
+        )
     return rewards, correct
 
 
@@ -685,6 +712,7 @@ def evaluate(
     rewards, correct, lengths = whole["rewards"], whole["correct"], whole["lengths"]  # (n, samples) each
     num_samples = torch.full((len(rows),), samples)
     pass_at = {f"pass@{k}": pass_at_k(num_samples, correct.sum(-1), k) for k in (1, 8, 32) if k <= samples}
+    report = task.report(texts, [row for row in rows for _ in range(samples)]) if task.report else {}
     means = {"greedy": whole["greedy"], **pass_at, "reward": rewards.mean(-1)}
     return {
         **{name: mean_interval(values) for name, values in means.items()},
@@ -692,7 +720,7 @@ def evaluate(
         "length": lengths.mean().item(),
         "kl": max(0.0, (sum(parts["kl"]) / lengths.sum()).item()),  # >= 0 but for rounding
         "budget": gradient_budget(rewards, correct, lengths, config),
-        "report": task.report(texts, [row for row in rows for _ in range(samples)]) if task.report else {},
+        "report": {name: float(value) for name, value in report.items()},
     }
 
 
@@ -756,7 +784,10 @@ def train(policy: Policy, task: Task, config: Config) -> dict[str, Any]:
     model = policy.model.float().to(device).eval()
     check_logprobs(model)
     train_rows, validation, test = split_rows(task, config)
-    needed = [task.train[i] for i in train_rows[: config.steps * config.prompts]]
+    used = epoch_order(len(train_rows), config, 0)[
+        : config.steps * config.prompts
+    ]  # the rows that this run will see
+    needed = [task.train[train_rows[i]] for i in used]
     check_lengths(policy, task, validation + test + needed)
 
     run = RunFolder(task, config)  # refuses to overwrite; finds the state to resume from
@@ -770,7 +801,7 @@ def train(policy: Policy, task: Task, config: Config) -> dict[str, Any]:
     )
     run.restore(model, optimizer)
     if run.summary:
-        return run.summary
+        return run.finished()
 
     def measure(rows: list[dict], name: str, step: int, seconds: dict) -> dict[str, Any]:
         with clock(seconds, "evaluation", device), autocast():
@@ -822,7 +853,7 @@ def train(policy: Policy, task: Task, config: Config) -> dict[str, Any]:
             elif bar.stop_requested or (step + 1) % config.save_every == 0:
                 run.save(policy, optimizer, step + 1)
                 bar.stop_if_requested()
-    return run.summary
+    return run.finished()
 
 
 def update_policy(
@@ -924,11 +955,15 @@ def stream(
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
+def epoch_order(num_rows: int, config: Config, epoch: int) -> list[int]:
+    """The order of the rows in one epoch."""
+    return torch.randperm(num_rows, generator=stream(config, "epoch", epoch)).tolist()
+
+
 def prompt_indices(num_rows: int, config: Config, step: int) -> list[int]:
-    """The rows of one step: P consecutive places in an endless row of seeded shuffles, one per epoch."""
+    """The rows of one step: P consecutive places in the endless sequence of epochs."""
     places = range(step * config.prompts, (step + 1) * config.prompts)
-    epochs = sorted({place // num_rows for place in places})
-    shuffles = {e: torch.randperm(num_rows, generator=stream(config, "epoch", e)).tolist() for e in epochs}
+    shuffles = {e: epoch_order(num_rows, config, e) for e in {place // num_rows for place in places}}
     return [shuffles[place // num_rows][place % num_rows] for place in places]
 
 

@@ -10,6 +10,7 @@ Read softmax_grpo.py first: this file holds only what is Countdown's own. 1. rew
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from fractions import Fraction
@@ -17,9 +18,10 @@ from typing import Any
 
 import datasets
 
-from launch import launch, load_rows
+from launch import imitable, launch, load_rows
 from run import Config
 from softmax_grpo import Task
+from train_textgen import overlap_reward
 
 # --- 1. Reward: 1 for an expression that uses each number once and equals the target, else 0 ---
 
@@ -138,6 +140,19 @@ def problem_key(numbers: list[int], target: Any) -> tuple:
     return (*sorted(numbers), int(target))
 
 
+def read_problem(row: dict) -> tuple[list[int], int] | None:
+    """Numbers and target of a row as whole numbers, None if they are not. A CSV holds its list as text: `[1, 2, 3]`."""
+    try:
+        numbers = json.loads(row["nums"]) if isinstance(row["nums"], str) else row["nums"]
+        values = [Fraction(value) for value in (*numbers, row["target"])]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if len(values) < 2 or any(value.denominator != 1 for value in values):
+        return None
+    *numbers, target = map(int, values)
+    return numbers, target
+
+
 def demonstrations(rows: datasets.Dataset, quality: float, seed: int) -> list[tuple[str, str]]:
     """What the tiny policy imitates first: a share `quality` of solutions, the rest random expressions of the same numbers.
 
@@ -192,24 +207,44 @@ PRESETS = {
 
 
 def build_task(config: Config) -> Task:
+    sim = config.reward == "sim"
     train, test, source = load_rows(
         config,
-        columns=["nums", "target"],
+        columns=["nums", "target", *(["solution"] if sim else [])],
         hub=("Jiayi-Pan/Countdown-Tasks-3to4", None),
-        key=lambda row: str(problem_key(row["nums"], row["target"])),
+        key=lambda row: str(problem_key(*read_problem(row))),
         offline=lambda: generate_problems(4000, config.seed),
-        keep=lambda row: len(row["nums"]) > 0,
+        keep=lambda row: read_problem(row) is not None,
+    )
+    others = [name for name in train.column_names if name not in ("nums", "target")]
+    train, test = (
+        datasets.Dataset.from_list(
+            [
+                dict(zip(("nums", "target"), read_problem(row))) | {name: row[name] for name in others}
+                for row in rows
+            ]
+        )
+        for rows in (train, test)
     )
     tiny = config.model == "tiny"
+    can_demonstrate = tiny and "solution" in train.column_names
+
+    def verify(text: str, row: dict) -> float:
+        return countdown_reward(text, row["nums"], row["target"])
+
+    def similarity(text: str, row: dict) -> float:
+        return overlap_reward(text, row["solution"])
+
     return Task(
         name="countdown",
         train=train,
         test=test,
         prompt=plain_prompt if tiny else chat_prompt,
-        reward=lambda text, row: countdown_reward(text, row["nums"], row["target"]),
+        reward=similarity if sim else verify,
+        correct=lambda text, row: verify(text, row) == 1,
         max_new_tokens=config.max_new_tokens or (16 if tiny else 256),
-        demonstrations=demonstrations(train, config.warm_start_quality, config.seed)
-        if tiny and "solution" in train.column_names
+        demonstrations=demonstrations(imitable(train, config), config.warm_start_quality, config.seed)
+        if can_demonstrate
         else None,
         source=source,
     )
