@@ -53,12 +53,12 @@ def parse_config(
     for f in dataclasses.fields(Config):
         group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
         choices = tasks if f.name == "task" else f.metadata["choices"]
-        by_preset = [
-            f"{name}: {presets[tasks[0]][name][f.name]}"
-            for name in ("cpu", "gpu")
-            if f.name in presets[tasks[0]][name]
-        ]
-        default = tasks[0] if f.name == "task" else ", ".join(by_preset) or f.default
+        values = {name: presets[tasks[0]][name].get(f.name, f.default) for name in ("cpu", "gpu")}
+        values = {name: "none" if value in ("", None) else value for name, value in values.items()}
+        same = values["cpu"] == values["gpu"]
+        default = values["cpu"] if same else f"cpu: {values['cpu']}, gpu: {values['gpu']}"
+        if f.name == "task":
+            default = tasks[0]
         if f.name in ("preset", "device"):
             default = "by whether there is a CUDA device"
         kind = {"bool": parse_bool, "int": int, "float": float, "float | None": parse_bound}.get(f.type, str)
@@ -263,9 +263,9 @@ def run_task(config: Config, task: Task) -> dict[str, Any]:
     """One run from its header to its figures; returns the summary. compare.py calls this for every arm."""
     folder = run_folder(config)
     folder.parent.mkdir(parents=True, exist_ok=True)  # before the work, so that an impossible --out shows now
-    method = f"{config.algo}, " + (
-        f"ESS {config.target_ess:g}" if config.target_ess else f"tau {config.tau:g}"
-    )
+    method = config.algo
+    if config.algo == "softmax":
+        method += f" ESS {config.target_ess:g}" if config.target_ess else f" tau {config.tau:g}"
     print(
         f"device   {config.device} (preset {config.preset}, {torch.get_num_threads()} threads, torch {torch.__version__})"
     )

@@ -146,6 +146,10 @@ class Config:
             raise ValueError(
                 f"target_ess must lie in [1, group_size = {self.group_size}), got {self.target_ess}"
             )
+        if self.target_ess and self.algo != "softmax":
+            raise ValueError(
+                f"target_ess sets the temperature of softmax, and algo is {self.algo}: use one or the other"
+            )
         if not 0 <= self.warm_start_quality <= 1:
             raise ValueError(f"warm_start_quality is a share, between 0 and 1, got {self.warm_start_quality}")
         for f in dataclasses.fields(self):
@@ -178,7 +182,8 @@ class RunFolder:
         if (self.path / "config.json").exists():
             if not config.resume:
                 raise FileExistsError(
-                    f"{self.path} already holds a run of these settings: add --resume to continue it, or choose another --out"
+                    f"{self.path} already holds a run of these settings: add --resume to continue it (or to see its result, "
+                    "if it is finished), or choose another --out"
                 )
             known = json.loads((self.path / "config.json").read_text())
             changed = [name for name, value in settings.items() if known.get(name) != value]

@@ -215,13 +215,12 @@ def expected_abs_advantage(
 ) -> Tensor:
     """E_K[(1/M) sum_i |A_i|], K ~ Binomial(M, p): the gradient budget that a prompt of pass rate p receives.
 
-    `advantages` is any function of section 1 with tau filled in. float64, shape of p. Section 7 of the theory notes:
+    `advantages` is any function of section 1 with tau filled in. float64, shape of p. theory.py, section 9:
     together with a histogram of pass rates it predicts the paper's Table 3.
     """
     p = _check_probability(p)
-    outcomes = torch.ones(group_size + 1, group_size, dtype=torch.float64).tril(
-        -1
-    )  # (M+1, M), row K has K successes
+    # (M + 1, M): row K has K successes.
+    outcomes = torch.ones(group_size + 1, group_size, dtype=torch.float64).tril(-1)
     return (_binomial(p, group_size) * advantages(outcomes).abs().mean(-1)).sum(-1)
 
 
@@ -319,9 +318,8 @@ def surrogate_loss(
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0.0)
     log_ratio = logprobs - old_logprobs.masked_fill(~mask, 0.0)  # (N, T)
-    log_ratio = log_ratio.clamp(
-        -20, 20
-    )  # a ratio of 5e8 is lost already, but inf * 0 would lose the whole batch
+    # A ratio of 5e8 is lost already, but inf * 0 would lose the whole batch.
+    log_ratio = log_ratio.clamp(-20, 20)
     ratio = log_ratio.exp()
     advantages = advantages[:, None]  # (N, 1): every token of a completion shares its advantage
 
@@ -353,9 +351,8 @@ def surrogate_loss(
             # Tokens whose gradient the clip removes: the ratio has left the interval on the side A pushes it to.
             "clipped_low": ((ratio < low) & (advantages < 0)).sum(),
             "clipped_high": ((ratio > high) & (advantages > 0)).sum(),
-            "kl_old": (
-                ratio - 1 - log_ratio
-            ).sum(),  # k3 estimate of KL(old || pi): how far this batch has moved us
+            # k3 estimate of KL(old || pi): how far this batch's updates have moved the policy.
+            "kl_old": (ratio - 1 - log_ratio).sum(),
             "kl_ref": kl_ref.sum(),
             "ratio_max": ratio.masked_fill(~mask, 0.0).max() if mask.any() else ratio.new_ones(()),
         }

@@ -1110,7 +1110,7 @@ def test_prompts_that_do_not_fit_are_refused_before_any_work(tmp_path):
 
 @pytest.mark.parametrize(
     "changes", [{"group_size": 1}, {"tau": 0.0}, {"tau": -1.0}, {"tau": math.nan}, {"lr": math.inf}, {"steps": 0},
-                {"algo": "ppo"}, {"eval_samples": 4}, {"target_ess": 8.0}, {"beta": -0.1}, {"clip_low": 0.0}],
+                {"algo": "ppo"}, {"eval_samples": 4}, {"target_ess": 8.0}, {"target_ess": 3.0, "algo": "grpo"}, {"beta": -0.1}, {"clip_low": 0.0}],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
@@ -2311,3 +2311,15 @@ def test_readme_commands_exist():
         arguments = rest.split("#")[0].split()
         if script == "train_countdown.py" and "--help" not in arguments:
             launch.parse_config(*COUNTDOWN, [a for a in arguments])
+
+
+def test_readme_library_example_runs_as_pasted(tmp_path):
+    readme = (HERE / "README.md").read_text()
+    begin = readme.index("    import torch\n    from softmax_grpo")
+    example = readme[begin : readme.index("## Training")]
+    (tmp_path / "example.py").write_text(
+        "\n".join(line.removeprefix("    ") for line in example.splitlines())
+    )
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", str(tmp_path / "example.py")]
+    subprocess.run(command, env=environment, check=True, timeout=120)

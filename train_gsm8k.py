@@ -256,7 +256,7 @@ THINGS = ("apples", "pens", "books", "cards", "coins", "shells", "stamps", "marb
 SENTENCES = {
     "+": ("{who} buys {n}.", "{who} finds {n}.", "{friend} brings {n}."),
     "-": ("{who} loses {n}.", "{who} sells {n}.", "{friend} takes {n}."),
-    "*": ("{who} trades each for {n}.", "{who} soon has {n} times as many."),
+    "*": ("{who} trades each for {n}.", "{who} {times} them."),
     "/": ("{who} keeps one in {n}.", "{who} splits them {n} ways."),
 }
 DISTRACTORS = ("{who} also has {n} {others}.", "{who} is {n} years old.", "It takes {n} minutes.")
@@ -267,10 +267,10 @@ OPERATIONS: dict[str, Callable[[int, int], int | Fraction]] = {
 
 
 def word_problem(chooser: random.Random) -> dict[str, str]:
-    """One problem of two to four steps over whole numbers up to 20, in GSM8K's schema; one in five has a distractor."""
+    """One problem of two to four steps over whole numbers up to 20, in GSM8K's schema; one in five has a number too many."""
     person, friend = chooser.sample(sorted(PEOPLE), 2)
     thing, others = chooser.sample(THINGS, 2)
-    steps = chooser.choices((2, 3, 4), (15, 4, 1))[0]
+    steps = chooser.choices((2, 3, 4), (16, 3, 1))[0]
     names = {"who": PEOPLE[person], "friend": friend, "others": others}
     working: list[str] = []
     if chooser.random() < 0.3:
@@ -285,10 +285,11 @@ def word_problem(chooser: random.Random) -> dict[str, str]:
         n = chooser.randint(1, 9) if sign in "+-" else chooser.randint(2, 3)
         result = OPERATIONS[sign](value, n)
         if result == int(result) and 1 <= result <= 20:
-            story.append(chooser.choice(SENTENCES[sign]).format(n=n, **names))
+            times = "doubles" if n == 2 else "triples"
+            story.append(chooser.choice(SENTENCES[sign]).format(n=n, times=times, **names))
             working.append(f"{value}{sign}{n}={int(result)}")
             value = int(result)
-    if chooser.random() < 0.2:
+    if steps == 2 and chooser.random() < 0.25:
         distractor = chooser.choice(DISTRACTORS).format(n=chooser.randint(1, 9), **names)
         story.insert(chooser.randint(1, len(story)), distractor)
     question = f"{' '.join(story)} How many {thing} now?"
@@ -480,7 +481,7 @@ def plain_prompt(question: str) -> str:
 # with --prompts 24); 1.5B does not fit 24 GB at any batch: it takes 48 GB with --prompts 8, 80 GB as set here.
 PRESETS = {
     "gsm8k": {
-        "cpu": {"steps": 100, "prompts": 32, "lr": 5e-4, "warm_start_steps": 500, "warm_start_quality": 0.4},
+        "cpu": {"steps": 90, "prompts": 32, "lr": 4e-4, "warm_start_steps": 450, "warm_start_quality": 0.4},
         # The paper's tau 0.1, M 8, clip, KL, learning rate and 64 prompts.
         "gpu": {
             "model": "Qwen/Qwen2.5-0.5B-Instruct", "steps": 1000, "prompts": 64, "lr": 1e-6, "lr_decay": False, "beta": 1e-3,
