@@ -1687,7 +1687,8 @@ def test_word_problems_earn_one_and_their_corruptions_nothing():
         for line in row["answer"].split("\n")[:-1]:
             left, sign, right, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", line).groups()
             assert train_gsm8k.OPERATIONS[sign](int(left), int(right)) == int(result)
-            assert value in (None, left) and right in re.findall(r"\d+", row["question"])
+            told = row["question"].replace("doubles", "2 times").replace("triples", "3 times")
+            assert value in (None, left) and right in re.findall(r"\d+", told)
             value = result
         assert row["answer"].endswith(f"\n#### {value}")
         lines[row["answer"].count("\n")] += 1
@@ -1763,7 +1764,7 @@ def test_gsm8k_from_local_files(kind, tmp_path):
         path.write_text(json.dumps(rows.to_list()))
     else:
         {"jsonl": rows.to_json, "csv": rows.to_csv, "parquet": rows.to_parquet}[kind](str(path))
-    task = train_gsm8k.build_gsm8k(Config(task="gsm8k", train_file=str(path)))
+    task = train_gsm8k.build_gsm8k(Config(task="gsm8k", train_file=str(path), eval_prompts=8, prompts=4))
     assert "60 of 62 train rows usable" in task.source and str(path) in task.source
     questions = [*task.train["question"], *task.test["question"]]
     assert sorted(questions) == sorted(good["question"])
@@ -1793,13 +1794,13 @@ def test_deepmath_from_local_files_in_both_schemas(schema, tmp_path):
 def test_splits_are_disjoint_and_do_not_depend_on_row_order(build, tmp_path):
     make = {"gsm8k": train_gsm8k.word_problem, "deepmath": train_gsm8k.exact_question}[build]
     rows = train_gsm8k.distinct_rows(make, 200, 0)
-    rows = datasets.concatenate_datasets([rows, rows.select(range(50))])  # duplicates stay together
+    rows = datasets.concatenate_datasets([rows, rows.select(range(50))])  # the repeated ones are dropped
     held_out = []
     for name, data in {"given": rows, "shuffled": rows.shuffle(seed=1)}.items():
         data.to_json(str(tmp_path / f"{name}.jsonl"))
         config = Config(task=build, train_file=str(tmp_path / f"{name}.jsonl"))
         task = {"gsm8k": train_gsm8k.build_gsm8k, "deepmath": train_gsm8k.build_deepmath}[build](config)
-        assert len(task.train) + len(task.test) == 250
+        assert len(task.train) + len(task.test) == 200
         assert not set(task.train["question"]) & set(task.test["question"])
         held_out.append(sorted(task.test["question"]))
     assert held_out[0] == held_out[1] and len(held_out[0]) > 5

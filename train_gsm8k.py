@@ -95,8 +95,13 @@ def find_boxes(text: str) -> list[tuple[int, int]]:
 
 def gsm8k_reward(text: str, answer: str) -> float:
     """1.0 if the last marked answer of `text` equals that of `answer` (a row's `... #### 18`, or a bare `18`), else 0.0."""
-    gold = extract_answer(answer if "####" in answer or "\\boxed" in answer else f"#### {answer}")
+    gold = gold_value(answer)
     return float(gold is not None and extract_answer(text) == gold)
+
+
+@functools.lru_cache(maxsize=100_000)
+def gold_value(answer: str) -> Fraction | None:
+    return extract_answer(answer if "####" in answer or "\\boxed" in answer else f"#### {answer}")
 
 
 # --- 2. Reward of DeepMath: math-verify decides whether two answers are the same mathematics ---
