@@ -218,8 +218,10 @@ class RunFolder:
         if os.name == "posix" and owner.exists() and (number := owner.read_text()).isdigit():
             try:
                 os.kill(int(number), 0)  # signal 0 only asks whether the process is there
-            except OSError:
+            except ProcessLookupError:
                 number = str(os.getpid())
+            except PermissionError:  # it is there, and somebody else's
+                pass
             if number != str(os.getpid()):
                 raise FileExistsError(
                     f"process {number} is writing to {self.path}: wait for it (or delete {owner}, if it is another program)"

@@ -902,7 +902,7 @@ def test_train_learns_and_writes_its_folder(tmp_path):
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_killed_and_resumed_is_bit_equal(tmp_path, stop_after, monkeypatch):
-    """Also across an epoch's end (32 training rows... 10 rows, 4 a step) and with a kill between checkpoints."""
+    """Also across an epoch's end (10 training rows, 4 a step) and with a kill between checkpoints."""
     task = number_task(rows=18)  # 8 for validation, 10 to train on: epochs end in the middle of a step
     whole = small_policy()
     config = small_config(tmp_path / "whole", steps=5)
