@@ -781,10 +781,10 @@ def train(policy: Policy, task: Task, config: Config) -> dict[str, Any]:
     model = policy.model.float().to(device).eval()
     check_logprobs(model)
     train_rows, validation, test = split_rows(task, config)
-    used = epoch_order(len(train_rows), config, 0)[
-        : config.steps * config.prompts
-    ]  # the rows that this run will see
-    needed = [task.train[train_rows[i]] for i in used]
+    order = epoch_order(len(train_rows), config, 0)
+    needed = [
+        task.train[train_rows[i]] for i in order[: config.steps * config.prompts]
+    ]  # what this run will see
     check_lengths(policy, task, validation + test + needed)
 
     run = RunFolder(task, config)  # refuses to overwrite; finds the state to resume from
