@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -23,9 +24,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch: else two busy runs on two cores starve each other
+if os.name == "posix" and os.getloadavg()[0] > 0.4 * (os.cpu_count() or 1):
+    # Threads that spin while they wait are 1.4 times as fast on an idle machine, but starve each other on a busy one. Torch
+    # must find this when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import datasets
@@ -165,6 +167,21 @@ def load_rows(
 def imitable(train_rows: datasets.Dataset, config: Config) -> datasets.Dataset:
     """The rows that demonstrations may come from: those that `train` will not hold back for validation."""
     return train_rows.select(split_indices(len(train_rows), config)[0])
+
+
+def distinct_rows(
+    make: Callable[[random.Random], dict | None], key: Callable[[dict], Any], count: int, seed: int
+) -> datasets.Dataset:
+    """An offline generator: `count` rows of different keys from `make`, which may return None for a draw that will not do.
+    Raises ValueError when there seem not to be that many.
+    """
+    chooser, rows = random.Random(seed), {}
+    for _ in range(50 * count):
+        if row := make(chooser):
+            rows.setdefault(key(row), row)
+        if len(rows) == count:
+            return datasets.Dataset.from_list(list(rows.values()))
+    raise ValueError(f"the generator found only {len(rows)} different rows, not {count}")
 
 
 def read_file(path: str) -> datasets.Dataset:

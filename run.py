@@ -70,6 +70,9 @@ class Config:
     model: str = option("tiny", "hub id or folder of a causal LM, or 'tiny': the embedded policy", "run")
     device: str = option("cpu", "cpu or cuda", "run")
     seed: int = option(0, "seed of everything random in the run", "run")
+    replicate: int = option(
+        0, "another number: the same run with other random rollouts and another order of prompts", "run"
+    )
     out: str = option("runs", "folder that will hold the run's folder", "run")
     resume: bool = option(False, "continue an interrupted run of the same settings", "run")
 
@@ -107,6 +110,11 @@ class Config:
         "data",
         ("exact", "sim"),
     )
+    worked_examples: int = option(
+        0,
+        "train_gsm8k.py: solved examples shown before the question, 0 to 3, for models that ignore the format",
+        "data",
+    )
     max_new_tokens: int = option(0, "cap on completion tokens; 0: the task's own", "data")
     warm_start_steps: int = option(600, "supervised steps of the tiny policy before RL", "data")
     warm_start_quality: float = option(0.4, "share of right answers among its demonstrations", "data")
@@ -119,6 +127,9 @@ class Config:
     eval_samples: int = option(16, "sampled completions per evaluation prompt, at least 8", "evaluation")
     rollout_rows: int = option(1024, "completions generated at a time in evaluation", "evaluation")
     save_every: int = option(50, "steps between checkpoints", "evaluation")
+    keep_checkpoints: bool = option(
+        False, "keep the model of every checkpoint, in checkpoint-<step>/, not only the last", "evaluation"
+    )
     judge: str = option("", "train_textgen.py: a chat model that rates texts before and after", "evaluation")
 
     def __post_init__(self) -> None:
@@ -132,6 +143,8 @@ class Config:
             "target_ess": 0,
             "max_new_tokens": 0,
             "seed": 0,
+            "replicate": 0,
+            "worked_examples": 0,
         }
         counts = "warm_start_steps prompts steps updates microbatch_tokens eval_every eval_prompts test_prompts rollout_rows save_every"
         at_least |= dict.fromkeys(counts.split(), 1)
@@ -159,7 +172,8 @@ class Config:
 
     def result_settings(self) -> dict[str, Any]:
         """The settings that shape the result: not where it is written, nor who looks at it afterwards."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("out", "resume", "judge")}
+        others = ("out", "resume", "judge", "keep_checkpoints")
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in others}
 
 
 # --- 2. The folder ---
@@ -251,6 +265,8 @@ class RunFolder:
             current.rename(old)
         new.rename(current)
         shutil.rmtree(old, ignore_errors=True)
+        if self.config.keep_checkpoints:
+            policy.model.save_pretrained(self.path / f"checkpoint-{step}")
 
     def finish(self, policy: Policy, optimizer: torch.optim.Optimizer, end: dict[str, Any]) -> None:
         seconds = {"total": time.time() - self.began, **self.seconds}
@@ -355,6 +371,21 @@ def check_lengths(policy: Policy, task: Task, rows: list[dict]) -> None:
             f"{too_long} of {len(rows)} prompts do not fit the model's context of {context} tokens beside a completion of "
             f"{task.max_new_tokens} (prompts have {min(lengths)} to {max(lengths)} tokens; none may be empty): lower "
             "--max-new-tokens, or drop those rows from the data"
+        )
+
+
+BYTES_PER_WEIGHT = (
+    18  # in training: float32 weight, gradient and AdamW's two moments, and the bfloat16 reference
+)
+
+
+def check_memory(num_weights: int, capacity: int) -> None:
+    """ValueError if a GPU of `capacity` bytes cannot even hold the model in training, whatever the batch."""
+    if BYTES_PER_WEIGHT * num_weights > capacity:
+        raise ValueError(
+            f"training {num_weights / 1e9:.2f} billion weights takes {BYTES_PER_WEIGHT * num_weights / 2**30:.0f} GiB before any "
+            f"activations (18 bytes a weight), and the GPU has {capacity / 2**30:.0f}: take a smaller --model, such as "
+            "Qwen/Qwen2.5-0.5B-Instruct"
         )
 
 

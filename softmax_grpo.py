@@ -774,9 +774,11 @@ def train(policy: Policy, task: Task, config: Config) -> dict[str, Any]:
     only the weights, the optimiser and the step. Raises ValueError for what cannot work, before any work is done.
     """
     # The plumbing of a run: rows, files, progress. Everything else in this file does without it.
-    from run import ProgressBar, RunFolder, check_lengths, split_rows, step_metrics
+    from run import ProgressBar, RunFolder, check_lengths, check_memory, split_rows, step_metrics
 
     device = torch.device(config.device)
+    if device.type == "cuda":
+        check_memory(policy.model.num_parameters(), torch.cuda.get_device_properties(device).total_memory)
     # float32 master weights (an AdamW step of 1e-6 vanishes in bfloat16); eval: no dropout, so that the ratio is 1.
     model = policy.model.float().to(device).eval()
     check_logprobs(model)
@@ -947,8 +949,9 @@ def microbatches(rows: Tensor, rollouts: Rollouts, max_tokens: int) -> list[Tens
 def stream(
     config: Config, purpose: str, step: int = 0, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """The random stream for one purpose at one step of a run."""
-    digest = hashlib.sha256(f"{config.seed}/{purpose}/{step}".encode()).digest()
+    """The random stream for one purpose at one step of a run. A replicate differs from its run in all but the split."""
+    seed = f"{config.seed}.{config.replicate}" if config.replicate and purpose != "split" else config.seed
+    digest = hashlib.sha256(f"{seed}/{purpose}/{step}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 

@@ -8,6 +8,7 @@ full in test_countdown_reward.
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import itertools
 import json
@@ -33,6 +34,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import compare
 import judge
 import launch
 import run
@@ -1345,16 +1347,14 @@ def test_demonstrations_are_of_the_stated_quality():
 
 # --- launch.py: command line and data ---
 
-COUNTDOWN = (["countdown"], {"countdown": train_countdown.PRESETS}, "Countdown")
+COUNTDOWN = (["countdown"], train_countdown.PRESETS, "Countdown")
 
 
 def run_script(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
     """The exit code and the last line on stderr of `python train_countdown.py ...`, in this process."""
     monkeypatch.setattr(sys, "argv", ["train_countdown.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        launch.launch(
-            {"countdown": train_countdown.build_task}, {"countdown": train_countdown.PRESETS}, "Countdown"
-        )
+        launch.launch(train_countdown.TASKS, train_countdown.PRESETS, "Countdown")
     code = stopped.value.code
     return code, capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -1673,7 +1673,7 @@ def test_deepmath_checking_process_is_replaced_and_ends_with_the_program():
 
 
 def test_word_problems_earn_one_and_their_corruptions_nothing():
-    rows = train_gsm8k.distinct_rows(train_gsm8k.word_problem, 2000, 0)
+    rows = launch.distinct_rows(train_gsm8k.word_problem, train_gsm8k.question_text, 2000, 0)
     chooser = random.Random(0)
     lines = defaultdict(int)
     for row in rows:
@@ -1703,7 +1703,7 @@ def test_corrupted_working_of_an_original_row():
 
 
 def test_exact_questions_earn_one_and_their_slips_nothing():
-    rows = train_gsm8k.distinct_rows(train_gsm8k.exact_question, 1000, 0)
+    rows = launch.distinct_rows(train_gsm8k.exact_question, train_gsm8k.question_text, 1000, 0)
     assert set(rows["topic"]) == set(train_gsm8k.QUESTIONS)
     for row in rows:
         assert train_gsm8k.deepmath_reward(row["r1_solution_1"], row["final_answer"]) == 1
@@ -1715,7 +1715,7 @@ def test_exact_questions_have_the_right_answers():
     import sympy
 
     x = sympy.Symbol("x", real=True)
-    for row in train_gsm8k.distinct_rows(train_gsm8k.exact_question, 300, 1):
+    for row in launch.distinct_rows(train_gsm8k.exact_question, train_gsm8k.question_text, 300, 1):
         question, answer = row["question"].rstrip("."), row["final_answer"]
         numbers = [int(n) for n in re.findall(r"\d+", question)]
         if row["topic"] == "intervals":
@@ -1745,12 +1745,12 @@ def test_exact_questions_have_the_right_answers():
 
 
 def test_generators_are_bounded():
-    with pytest.raises(ValueError, match="only 1 different questions"):
-        train_gsm8k.distinct_rows(lambda chooser: {"question": "the same"}, 5, 0)
+    with pytest.raises(ValueError, match="only 1 different rows"):
+        launch.distinct_rows(lambda chooser: {"question": "the same"}, train_gsm8k.question_text, 5, 0)
 
 
 def gsm8k_rows(count: int, seed: int = 0) -> datasets.Dataset:
-    return train_gsm8k.distinct_rows(train_gsm8k.word_problem, count, seed)
+    return launch.distinct_rows(train_gsm8k.word_problem, train_gsm8k.question_text, count, seed)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
@@ -1774,7 +1774,7 @@ def test_gsm8k_from_local_files(kind, tmp_path):
 
 @pytest.mark.parametrize("schema", ["zwhe99", "trl-lib"])
 def test_deepmath_from_local_files_in_both_schemas(schema, tmp_path):
-    rows = train_gsm8k.distinct_rows(train_gsm8k.exact_question, 60, 0).to_list()
+    rows = launch.distinct_rows(train_gsm8k.exact_question, train_gsm8k.question_text, 60, 0).to_list()
     light = [
         {"prompt": [{"role": "user", "content": row["question"]}], "solution": f"${row['final_answer']}$"}
         for row in rows
@@ -1790,10 +1790,36 @@ def test_deepmath_from_local_files_in_both_schemas(schema, tmp_path):
         assert question in task.prompt(row)[1]["content"]
 
 
+def test_worked_examples_are_right_and_stand_before_the_question(tmp_path):
+    """Their final answers are the right ones, by the reward itself; they show the format, so it is not described as well."""
+    for task, answers in {"gsm8k": ["10", "10", "168"], "deepmath": ["2", "5/6", "(-1, 3)"]}.items():
+        reward = {"gsm8k": train_gsm8k.gsm8k_reward, "deepmath": train_gsm8k.deepmath_reward}[task]
+        assert [reward(text, gold) for (_, text), gold in zip(train_gsm8k.EXAMPLES[task], answers)] == [
+            1,
+            1,
+            1,
+        ]
+        messages = train_gsm8k.chat_prompt("How many?", task, examples=2)
+        assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant", "user"]
+        assert (
+            messages[-1]["content"] == "How many?"
+            and messages[2]["content"] == train_gsm8k.EXAMPLES[task][0][1]
+        )
+        assert train_gsm8k.ANSWER_FORMAT[task] in train_gsm8k.chat_prompt("How many?", task)[-1]["content"]
+    with pytest.raises(ValueError, match="there are 3 worked examples, not 4"):
+        train_gsm8k.build_gsm8k(Config(task="gsm8k", worked_examples=4))
+
+
+def test_models_that_no_gpu_can_hold_are_refused():
+    run.check_memory(494_000_000, 16 * 2**30)  # Qwen2.5-0.5B on 16 GB
+    with pytest.raises(ValueError, match=r"1\.54 billion weights takes 26 GiB .* the GPU has 24"):
+        run.check_memory(1_543_000_000, 24 * 2**30)
+
+
 @pytest.mark.parametrize("build", ["gsm8k", "deepmath"])
 def test_splits_are_disjoint_and_do_not_depend_on_row_order(build, tmp_path):
     make = {"gsm8k": train_gsm8k.word_problem, "deepmath": train_gsm8k.exact_question}[build]
-    rows = train_gsm8k.distinct_rows(make, 200, 0)
+    rows = launch.distinct_rows(make, train_gsm8k.question_text, 200, 0)
     rows = datasets.concatenate_datasets([rows, rows.select(range(50))])  # the repeated ones are dropped
     held_out = []
     for name, data in {"given": rows, "shuffled": rows.shuffle(seed=1)}.items():
@@ -2324,3 +2350,224 @@ def test_readme_library_example_runs_as_pasted(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::UserWarning", str(tmp_path / "example.py")]
     subprocess.run(command, env=environment, check=True, timeout=120)
+
+
+# --- compare.py ---
+
+
+def compare_arguments(tmp_path: Path, *arguments: str):
+    places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    return compare.parse_arguments(["countdown", *places, *arguments])
+
+
+def test_student_t_matches_its_table():
+    # Quantiles as printed in any table of Student's t.
+    for freedom, value in ((1, 12.7062), (4, 2.7764), (9, 2.2622), (100, 1.9840)):
+        assert compare.t_quantile(0.975, freedom) == pytest.approx(value, abs=1e-4)
+    mean, low, high = compare.t_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (mean, high - mean, mean - low) == pytest.approx((3, 1.9632, 1.9632), abs=1e-4)
+    # A mean at the edge of its interval is the one with p = 0.05.
+    assert compare.t_test([x - low for x in (1.0, 2.0, 3.0, 4.0, 5.0)]) == pytest.approx(0.05)
+    assert compare.t_test([0.5, 0.5]) == 0 and compare.t_test([0.0, 0.0]) == 1
+    assert math.isnan(compare.t_test([0.5])) and math.isnan(compare.t_interval([0.5])[1])
+
+
+def test_student_t_covers_at_the_stated_rate():
+    samples = torch.randn(2000, 3, generator=seeded(), dtype=torch.float64)
+    covered = [low <= 0 <= high for _, low, high in map(compare.t_interval, samples.tolist())]
+    assert 0.93 < sum(covered) / 2000 < 0.97  # 1.96 standard errors would cover 0.81
+
+
+def test_holm_by_hand():
+    assert compare.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert compare.holm([0.9, 0.8]) == [1.0, 1.0]
+    adjusted = compare.holm([0.01, math.nan])
+    assert adjusted[0] == 0.01 and math.isnan(adjusted[1])
+
+
+def test_arms_are_all_combinations_and_share_their_warm_start_settings(tmp_path):
+    arguments = [
+        "--algos",
+        "softmax",
+        "grpo",
+        "--tau",
+        "0.1",
+        "1",
+        "--target-ess",
+        "3",
+        "--vary",
+        "lr",
+        "1e-4",
+        "1e-3",
+    ]
+    args = compare_arguments(
+        tmp_path, *arguments, "--vary", "exact", "no", "yes", "--seeds", "2", "--steps", "7"
+    )
+    arms = compare.make_arms(args)
+    assert len(arms) == 4 * 2 * 2 and len({arm.name for arm in arms}) == 16
+    assert "softmax tau 0.1, lr 1e-4, exact yes" in [arm.name for arm in arms]
+    assert {arm.method for arm in arms} == {"softmax tau 0.1", "softmax tau 1", "softmax ESS 3", "grpo"}
+    runs = [config for arm in arms for config in arm.runs]
+    assert len({run_folder(config) for config in runs}) == 32 and all(config.steps == 7 for config in runs)
+    noise = compare.noise_arm(args, arms[0])
+    assert [config.replicate for config in noise.runs] == [1, 1] and run_folder(noise.runs[0]) != run_folder(
+        runs[0]
+    )
+    args.vary = [["no_such_setting", "1"]]
+    with pytest.raises(SystemExit):
+        compare.make_arms(args)
+
+
+def test_a_replicate_has_the_same_split_and_other_rollouts():
+    first, second = Config(), Config(replicate=1)
+    assert run.split_indices(300, first) == run.split_indices(300, second)
+    assert core.prompt_indices(300, first, 0) != core.prompt_indices(300, second, 0)
+    draws = [torch.rand(3, generator=core.stream(config, "rollout", 1)) for config in (first, second)]
+    assert not torch.equal(*draws)
+
+
+def test_comparison_recovers_a_known_difference(tmp_path):
+    """Made-up runs: grpo plus exactly 0.1 in every seed, and one with differences that disagree in sign."""
+    args = compare_arguments(tmp_path, "--algos", "grpo", "maxrl", "reinforce", "softmax", "--seeds", "5")
+    arms = compare.make_arms(args)
+    noise = compare.noise_arm(args, arms[-1])
+    shift = {
+        "grpo": 0.0,
+        "maxrl": 0.1,
+        "reinforce": 0.0,
+        "softmax tau 0.1": 0.0,
+        "softmax tau 0.1 (again)": 0.0,
+    }
+    wobble = {"reinforce": [0.02, -0.01, 0.03, -0.02, 0.01], "softmax tau 0.1 (again)": [0.01] * 5}
+    for arm in [*arms, noise]:
+        for seed in range(5):
+            value = (
+                0.5
+                + 0.05 * seed
+                + shift[arm.name]
+                + wobble.get(arm.name, [0] * 5)[seed]
+                + 1e-4 * seed * (arm.name == "maxrl")
+            )
+            result = {name: [value, 0, 1] for name in ("greedy", "pass@1", "pass@8", "reward")}
+            result |= {"truncated": 0.0, "length": 5.0, "kl": 0.01, "report": {}}
+            step = {"step": 1, "validation": result, **dict.fromkeys(compare.DIAGNOSTICS, 1.0)}
+            folder = arm.folder(seed)
+            folder.mkdir(parents=True)
+            run.write_json(
+                folder / "summary.json", {"start": result, "end": result, "seconds": {"total": 60}}
+            )
+            (folder / "metrics.jsonl").write_text(
+                json.dumps({"step": 0, "validation": result}) + "\n" + json.dumps(step) + "\n"
+            )
+    table = compare.compare(args, arms, noise, arms[0])
+    assert table["metrics"] == ["pass@1", "pass@8", "greedy"], (
+        "a right-or-wrong reward says the same as pass@1"
+    )
+    gain = table["differences"]["maxrl"]["pass@8"]
+    assert gain["interval"][0] == pytest.approx(0.1002) and gain["claim"] and gain["seeds_up"] == 5
+    assert not table["differences"]["reinforce"]["pass@1"]["claim"]
+    assert table["noise"]["greedy"]["interval"][0] == pytest.approx(0.01)
+    args.folder.mkdir(parents=True)
+    compare.write_tables(args, table, "the command")
+    text = (args.folder / "table.md").read_text()
+    assert "**+0.100 [+0.100, +0.100]" in text and "noise floor" in text and "the command" in text
+    args.select = "pass@8"
+    chosen, scores = compare.choose(args, [*arms[:1], dataclasses.replace(arms[1], method="grpo")])
+    assert [arm.name for arm in chosen] == ["maxrl"] and scores["grpo"]["grpo"] < scores["grpo"]["maxrl"]
+
+
+def test_gradient_products_give_the_norm_of_the_groups_gradient(tmp_path):
+    """Against the gradient of the loss itself, for every method."""
+    policy, config = small_policy(), small_config(tmp_path)
+    rollouts = core.generate(*policy, ["a1 ", "b22 "], 4, 5, 1.0, seeded())
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 0, 1, 0]])
+    for method in ADVANTAGES:
+        advantages = core.group_advantages(rewards, dataclasses.replace(config, algo=method)).double()
+        for prompt in range(2):
+            products = compare.gradient_products(policy.model, rollouts, prompt, 4, config).double()
+            rows = torch.arange(4 * prompt, 4 * prompt + 4)
+            logprobs = core.score_rollouts(policy.model, rollouts, rows, 1.0)
+            (advantages[prompt] @ logprobs.sum(-1).double()).backward()
+            direct = sum(p.grad.square().sum() for p in policy.model.parameters()).sqrt()
+            policy.model.zero_grad()
+            assert (advantages[prompt] @ products @ advantages[prompt]).sqrt() == pytest.approx(
+                direct.item(), rel=1e-4
+            )
+
+
+def test_shares_and_their_bootstrap_intervals():
+    one = {"rate": [0.1, 0.1, 0.95, 0.3]}
+    for name in compare.GRADIENT_METHODS:
+        one[name] = {"tokens": [1.0, 1.0, 2.0, 0.0], "predicted": [1.0] * 4, "norm": [0.0, 0.0, 5.0, 0.0]}
+    table = compare.shares_with_intervals([one, one])
+    assert [cell[0] for cell in table["prompts"]] == pytest.approx([0.5, 0.25, 0, 0, 0.25])
+    assert [cell[0] for cell in table["grpo, abs(A) over tokens"]] == pytest.approx([0.5, 0, 0, 0, 0.5])
+    assert table["grpo, gradient norm"][4][0] == 1
+    for mean, low, high in table["grpo, abs(A) over tokens"]:
+        assert 0 <= low <= mean <= high <= 1
+    low, high = table["prompts"][0][1:]
+    assert low < 0.4 and high > 0.6, "eight prompts leave much open"
+
+
+def test_compare_from_the_outside(tmp_path):
+    """Two methods, two seeds, checkpoints measured; run again it does nothing new; another arm shares the runs."""
+    places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results"), "--name", "small"]
+    command = [
+        sys.executable,
+        "compare.py",
+        "countdown",
+        *places,
+        "--algos",
+        "softmax",
+        "grpo",
+        "--seeds",
+        "2",
+        "--gradient",
+        *QUICK,
+    ]
+    first = subprocess.run(command, check=False, cwd=HERE, capture_output=True, text=True, timeout=400)
+    assert first.returncode == 0, first.stderr
+    results = tmp_path / "results" / "small"
+    names = {path.name for path in results.iterdir()}
+    assert names == {
+        "runs",
+        "table.md",
+        "table.json",
+        "curves.png",
+        "differences.png",
+        "gradient.md",
+        "gradient.json",
+    }
+    kept = sorted(path.name for path in (results / "runs").glob("*/*"))
+    assert (
+        kept == ["config.json"] * 6 + ["metrics.jsonl"] * 6 + ["summary.json"] * 6
+    )  # 2 arms and the noise, 2 seeds
+    assert len(list((tmp_path / "runs").glob("warm-start-*"))) == 2, (
+        "one warm start a seed, shared by all arms"
+    )
+    starts = {
+        json.dumps(json.loads(path.read_text())["start"])
+        for path in (results / "runs").glob("*-seed0-*/summary.json")
+    }
+    assert len(starts) == 2  # the two methods share it to the last digit; the replicate samples anew
+    table = json.loads((results / "table.json").read_text())
+    assert set(table["arms"]) == {"softmax tau 0.1", "grpo", "softmax tau 0.1 (again)"}
+    times = {path: path.stat().st_mtime for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
+    again = subprocess.run(command, check=False, cwd=HERE, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0 and json.loads((results / "table.json").read_text()) == table
+    assert times == {path: path.stat().st_mtime for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--algos", "grpo", "--against", "softmax"], "--against softmax: the arms are grpo"),
+        (["--tau", "-1"], "tau must be finite and positive"),
+    ],
+)
+def test_compare_refuses_before_any_work(monkeypatch, capsys, tmp_path, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["compare.py", "countdown", "--runs", str(tmp_path), *arguments])
+    with pytest.raises(ValueError, match=message):
+        compare.main()
+    assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from typing import Any
 
 import datasets
 
-from launch import imitable, launch, load_rows
+from launch import distinct_rows, imitable, launch, load_rows
 from run import Config
 from softmax_grpo import Task
 from train_textgen import overlap_reward
@@ -122,18 +122,14 @@ def random_expression(numbers: list[int], signs: str, chooser: random.Random) ->
 
 def generate_problems(count: int, seed: int) -> datasets.Dataset:
     """`count` different solvable problems: two or three numbers up to 20, + and -. Columns nums, target, solution."""
-    chooser = random.Random(seed)
-    problems: dict[tuple, dict] = {}
-    for _ in range(50 * count):
-        if len(problems) == count:
-            return datasets.Dataset.from_list(list(problems.values()))
+
+    def problem(chooser: random.Random) -> dict | None:
         numbers = [chooser.randint(1, 20) for _ in range(chooser.choice((2, 3, 3)))]
         solution = random_expression(numbers, "+-", chooser)
         target = evaluate_expression(re.findall(r"[0-9]+|[-+*/()]", solution))
-        if 1 <= target <= 60:
-            row = {"nums": numbers, "target": int(target), "solution": solution}
-            problems.setdefault(problem_key(numbers, target), row)
-    raise ValueError(f"there are not {count} different problems to generate, only about {len(problems)}")
+        return {"nums": numbers, "target": int(target), "solution": solution} if 1 <= target <= 60 else None
+
+    return distinct_rows(problem, lambda row: problem_key(row["nums"], row["target"]), count, seed)
 
 
 def problem_key(numbers: list[int], target: Any) -> tuple:
@@ -196,13 +192,15 @@ def chat_prompt(row: dict) -> list[dict[str, str]]:
 # --- 4. The task and its defaults ---
 
 PRESETS = {
-    "cpu": {"steps": 250, "prompts": 32, "lr": 3e-4, "warm_start_steps": 600, "warm_start_quality": 0.4,
-            "eval_prompts": 96, "eval_samples": 32},
-    # The paper's: Qwen2.5-1.5B, lr 1e-6 constant, clip 0.20 / 0.28, KL 1e-3, token mean, tau 0.1, M 8, 64 prompts.
-    "gpu": {
-        "model": "Qwen/Qwen2.5-1.5B-Instruct", "steps": 2000, "prompts": 64, "lr": 1e-6, "lr_decay": False, "beta": 1e-3,
-        "rollout_rows": 512, "microbatch_tokens": 8192, "eval_every": 100, "save_every": 100,
-    },
+    "countdown": {
+        "cpu": {"steps": 250, "prompts": 32, "lr": 3e-4, "warm_start_steps": 600, "warm_start_quality": 0.4,
+                "eval_prompts": 96, "eval_samples": 32},
+        # The paper's: Qwen2.5-1.5B, lr 1e-6 constant, clip 0.20 / 0.28, KL 1e-3, token mean, tau 0.1, M 8, 64 prompts.
+        "gpu": {
+            "model": "Qwen/Qwen2.5-1.5B-Instruct", "steps": 2000, "prompts": 64, "lr": 1e-6, "lr_decay": False, "beta": 1e-3,
+            "rollout_rows": 512, "microbatch_tokens": 8192, "eval_every": 100, "save_every": 100,
+        },
+    }
 }  # fmt: skip
 
 
@@ -250,5 +248,7 @@ def build_task(config: Config) -> Task:
     )
 
 
+TASKS = {"countdown": build_task}
+
 if __name__ == "__main__":
-    launch({"countdown": build_task}, {"countdown": PRESETS}, __doc__)
+    launch(TASKS, PRESETS, __doc__)

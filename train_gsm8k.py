@@ -28,7 +28,7 @@ from fractions import Fraction
 
 import datasets
 
-from launch import imitable, launch, load_rows, read_file
+from launch import distinct_rows, imitable, launch, load_rows, read_file
 from run import Config
 from softmax_grpo import Task
 from train_textgen import overlap_reward
@@ -301,17 +301,6 @@ def word_problem(chooser: random.Random) -> dict[str, str]:
     return {"question": question, "answer": "\n".join([*working, f"#### {value}"])}
 
 
-def distinct_rows(make: Callable[[random.Random], dict], count: int, seed: int) -> datasets.Dataset:
-    """`count` rows of different questions. ValueError when there seem not to be that many."""
-    chooser, rows = random.Random(seed), {}
-    for _ in range(20 * count):
-        row = make(chooser)
-        rows.setdefault(row["question"], row)
-        if len(rows) == count:
-            return datasets.Dataset.from_list(list(rows.values()))
-    raise ValueError(f"the generator found only {len(rows)} different questions, not {count}")
-
-
 def plain_working(answer: str) -> str:
     """A worked answer without the calculator annotations `<<48/2=24>>` of the original data."""
     return re.sub(r"<<[^<>]*>>", "", answer)
@@ -466,11 +455,36 @@ ANSWER_FORMAT = {
 }
 
 
-def chat_prompt(question: str, task: str) -> list[dict[str, str]]:
-    return [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": f"{question}\n\n{ANSWER_FORMAT[task]}"},
-    ]
+EXAMPLES = {
+    "gsm8k": [
+        (
+            "Ana has 3 boxes with 4 pears each. She eats 2 pears. How many pears are left?",
+            "There are 3 * 4 = 12 pears.\nAfter eating 2 there are 12 - 2 = 10 pears.\n#### 10",
+        ),
+        (
+            "A ticket costs 8 dollars. Leo buys 5 tickets and pays with 50 dollars. How much change does he get?",
+            "The tickets cost 5 * 8 = 40 dollars.\nThe change is 50 - 40 = 10 dollars.\n#### 10",
+        ),
+        (
+            "Tom reads 12 pages a day. How many pages does he read in two weeks?",
+            "Two weeks have 14 days.\nHe reads 12 * 14 = 168 pages.\n#### 168",
+        ),
+    ],
+    "deepmath": [
+        ("Solve 3x + 4 = 10.", "3x = 10 - 4 = 6, so x = 2.\n\\boxed{2}"),
+        ("Compute 1/2 + 1/3.", "3/6 + 2/6 = 5/6.\n\\boxed{\\frac{5}{6}}"),
+        ("For which x is |x - 1| < 2?", "-2 < x - 1 < 2, so -1 < x < 3.\n\\boxed{(-1, 3)}"),
+    ],
+}
+
+
+def chat_prompt(question: str, task: str, examples: int = 0) -> list[dict[str, str]]:
+    """System line, so many solved examples as earlier turns, and the question; without examples, the wanted format in words."""
+    messages = [{"role": "system", "content": SYSTEM}]
+    for example, solution in EXAMPLES[task][:examples]:
+        messages += [{"role": "user", "content": example}, {"role": "assistant", "content": solution}]
+    content = question if examples else f"{question}\n\n{ANSWER_FORMAT[task]}"
+    return [*messages, {"role": "user", "content": content}]
 
 
 def plain_prompt(question: str) -> str:
@@ -486,7 +500,10 @@ def plain_prompt(question: str) -> str:
 # with --prompts 24); 1.5B does not fit 24 GB at any batch: it takes 48 GB with --prompts 8, 80 GB as set here.
 PRESETS = {
     "gsm8k": {
-        "cpu": {"steps": 90, "prompts": 32, "lr": 4e-4, "warm_start_steps": 450, "warm_start_quality": 0.4},
+        "cpu": {
+            "steps": 90, "prompts": 32, "lr": 4e-4, "warm_start_steps": 450, "warm_start_quality": 0.4, "eval_every": 45,
+            "eval_prompts": 64,
+        },
         # The paper's tau 0.1, M 8, clip, KL, learning rate and 64 prompts.
         "gpu": {
             "model": "Qwen/Qwen2.5-0.5B-Instruct", "steps": 1000, "prompts": 64, "lr": 1e-6, "lr_decay": False, "beta": 1e-3,
@@ -494,7 +511,10 @@ PRESETS = {
         },
     },
     "deepmath": {
-        "cpu": {"steps": 80, "prompts": 32, "lr": 3e-4, "warm_start_steps": 700, "warm_start_quality": 0.4},
+        "cpu": {
+            "steps": 80, "prompts": 32, "lr": 3e-4, "warm_start_steps": 700, "warm_start_quality": 0.4, "eval_every": 40,
+            "eval_prompts": 64,
+        },
         # The paper's, but for 32 prompts a step instead of 512.
         "gpu": {
             "model": "Qwen/Qwen2.5-1.5B-Instruct", "tau": 0.3, "group_size": 16, "steps": 1000, "prompts": 32, "lr": 1e-6,
@@ -518,13 +538,17 @@ def build_task(
 ) -> Task:
     train, test, source = rows
     tiny = config.model == "tiny"
+    if config.worked_examples > len(EXAMPLES[config.task]):
+        raise ValueError(
+            f"there are {len(EXAMPLES[config.task])} worked examples, not {config.worked_examples}"
+        )
     return Task(
         name=config.task,
         train=train,
         test=test,
         prompt=(lambda row: plain_prompt(question(row)))
         if tiny
-        else (lambda row: chat_prompt(question(row), config.task)),
+        else (lambda row: chat_prompt(question(row), config.task, config.worked_examples)),
         reward=verify if config.reward == "exact" else lambda text, row: overlap_reward(text, reference(row)),
         correct=lambda text, row: verify(text, row) == 1,
         max_new_tokens=config.max_new_tokens or CAPS[config.task]["tiny" if tiny else "other"],
@@ -540,7 +564,7 @@ def build_gsm8k(config: Config) -> Task:
         hub=("openai/gsm8k", "main"),
         key=lambda row: row["question"],
         keep=lambda row: bool(row["question"]) and extract_answer(row["answer"] or "") is not None,
-        offline=lambda: distinct_rows(word_problem, 6000, config.seed),
+        offline=lambda: distinct_rows(word_problem, question_text, 6000, config.seed),
     )
 
     def demonstrations(train: datasets.Dataset) -> list[tuple[str, str]]:
@@ -584,7 +608,7 @@ def build_deepmath(config: Config) -> Task:
         hub=("zwhe99/DeepMath-103K", None),
         key=question_text,
         keep=lambda row: bool(question_text(row)) and bool(final_answer(row)),
-        offline=lambda: distinct_rows(exact_question, 1250, config.seed),
+        offline=lambda: distinct_rows(exact_question, question_text, 1250, config.seed),
     )
 
     def demonstrations(train: datasets.Dataset) -> list[tuple[str, str]]:
@@ -608,5 +632,7 @@ def build_deepmath(config: Config) -> Task:
     )
 
 
+TASKS = {"gsm8k": build_gsm8k, "deepmath": build_deepmath}
+
 if __name__ == "__main__":
-    launch({"gsm8k": build_gsm8k, "deepmath": build_deepmath}, PRESETS, __doc__)
+    launch(TASKS, PRESETS, __doc__)

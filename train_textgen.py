@@ -33,7 +33,7 @@ from rapidfuzz.distance import LCSseq
 from transformers import AutoConfig, AutoTokenizer
 
 from judge import chat_model, describe, judge_texts, judge_tokenizer
-from launch import first_line, imitable, launch, load_policy, load_rows, read_file
+from launch import distinct_rows, first_line, imitable, launch, load_policy, load_rows, read_file
 from run import Config, run_folder, write_json
 from softmax_grpo import Task, encode_prompt, generate, stream
 
@@ -257,9 +257,8 @@ def generate_poems(count: int, seed: int) -> datasets.Dataset:
     common one three times in four, is not in its prompt: so the mean reward is best served by always writing the common
     ones, which is where methods can differ in what they keep (best_of_8, different_samples).
     """
-    chooser = random.Random(seed)
-    poems: dict[str, dict] = {}
-    while len(poems) < count:
+
+    def poem(chooser: random.Random) -> dict:
         adjective, subject = chooser.choice(ADJECTIVES), chooser.choice(list(SUBJECTS))
         themes = chooser.sample(list(THEMES), chooser.choice((1, 2)))
         openings = [f"The {adjective} {subject} {SUBJECTS[subject][0]}", f"It {SUBJECTS[subject][1]}"]
@@ -273,8 +272,9 @@ def generate_poems(count: int, seed: int) -> datasets.Dataset:
             "poem": "\n".join(lines),
         }
         row |= {"form": FORMS[len(lines)], "themes": themes}
-        poems.setdefault(poem_prompt(row), row)
-    return datasets.Dataset.from_list(list(poems.values()))
+        return row
+
+    return distinct_rows(poem, poem_prompt, count, seed)
 
 
 def spoiled_poem(reference: str, other: str, chooser: random.Random) -> str:
@@ -349,9 +349,8 @@ def generate_meetings(count: int, seed: int) -> datasets.Dataset:
     place. The summary names only what was decided: which motion counts, and whether it passed, is not said in any
     sentence that could be copied.
     """
-    chooser = random.Random(seed)
-    meetings: dict[str, dict] = {}
-    while len(meetings) < count:
+
+    def meeting(chooser: random.Random) -> dict:
         mover, other, speaker = chooser.sample(MEMBERS, 3)
         (motion, undecided), places = chooser.sample(list(MOTIONS), 2), chooser.sample(PLACES, 3)
         yes = chooser.randint(0, 7)
@@ -368,8 +367,9 @@ def generate_meetings(count: int, seed: int) -> datasets.Dataset:
         row["rejected_summary"] = (
             f"By {7 - yes} to {yes}, the council {wrong} {MOTIONS[undecided]} the {places[1]}."
         )
-        meetings.setdefault(row["transcript"], row)
-    return datasets.Dataset.from_list(list(meetings.values()))
+        return row
+
+    return distinct_rows(meeting, lambda row: row["transcript"], count, seed)
 
 
 def spoiled_summary(transcript: str, rejected: str, chooser: random.Random) -> str:
@@ -623,5 +623,7 @@ def judge_before_and_after(config: Config, task: Task) -> dict[str, Any]:
     return verdicts
 
 
+TASKS = {"poetry": build_poetry, "meetingbank": build_meetingbank}
+
 if __name__ == "__main__":
-    launch({"poetry": build_poetry, "meetingbank": build_meetingbank}, PRESETS, __doc__, after=after_run)
+    launch(TASKS, PRESETS, __doc__, after=after_run)

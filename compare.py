@@ -1,0 +1,717 @@
+"""Methods side by side: every arm from the same warm start of each seed, differences paired by seed, with intervals.
+
+    python compare.py countdown --algos softmax grpo maxrl reinforce --tau 0.1 0.3 1.0 --seeds 5 --name methods
+    python compare.py countdown --vary lr 1e-4 3e-4 1e-3 --select pass@1 --name learning-rate     at each method's best
+    python compare.py countdown --algos softmax grpo --vary exact no yes --name exact             any setting of a run
+    python compare.py countdown --algos softmax --target-ess 2 3 4 --name ess                     temperature per group
+    python compare.py countdown --equal-step --name equal-step              learning rates that make the mean |A| agree
+    python compare.py gsm8k --gradient --name gradient                      where the gradient goes, checkpoint by checkpoint
+
+Every other flag is handed to the training script of the task (`--steps 100`, `--model DIR`, ...). There is no training loop
+here: an arm is one command of that script, and it can be run by hand. Runs live in `runs/compare/` and are shared by all
+tables that need them; started again after an interruption, the same command goes on where it was.
+
+Read it in this order: 1. arms, 2. running them, 3. statistics, 4. tables, 5. figures, 6. where the gradient goes.
+Written to `results/<name>/`: config.json, metrics.jsonl and summary.json of every run, table.md, table.json, figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mpmath
+import torch
+from matplotlib.figure import Figure
+from tqdm.auto import tqdm
+
+import train_countdown
+import train_gsm8k
+import train_textgen
+from launch import load_policy, parse_config
+from run import Config, is_interval, run_folder, split_rows, write_json
+from softmax_grpo import (
+    ADVANTAGES,
+    PASS_RATE_BINS,
+    expected_abs_advantage,
+    generate,
+    group_advantages,
+    score_rollouts,
+    score_texts,
+    share_by_pass_rate,
+    stream,
+    surrogate_loss,
+)
+
+SCRIPTS = {task: script for script in (train_countdown, train_gsm8k, train_textgen) for task in script.TASKS}
+
+# --- 1. Arms: what is compared, as flags of the training script ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One column of the experiment: a method with its settings, run once per seed."""
+
+    name: str
+    method: str  # the name without the varied settings: --select chooses one arm of each method
+    flags: tuple[str, ...]  # its own, beside those of all arms
+    runs: tuple[Config, ...]  # one per seed
+
+    def folder(self, seed: int) -> Path:
+        return run_folder(self.runs[seed])
+
+
+def make_arms(args: argparse.Namespace) -> list[Arm]:
+    """Algorithms x temperatures x varied settings. Raises ValueError for settings that cannot work."""
+    methods: list[tuple[str, list[str]]] = []
+    for algo in args.algos:
+        if algo != "softmax":
+            methods.append((algo, ["--algo", algo]))
+            continue
+        methods += [(f"softmax tau {tau:g}", ["--algo", algo, "--tau", f"{tau:g}"]) for tau in args.tau]
+        methods += [
+            (f"softmax ESS {ess:g}", ["--algo", algo, "--target-ess", f"{ess:g}"]) for ess in args.target_ess
+        ]
+    arms = []
+    for method, flags in methods:
+        for values in itertools.product(*(values for _, *values in args.vary)):
+            settings = [(setting[0], value) for setting, value in zip(args.vary, values)]
+            name = ", ".join([method, *(f"{setting} {value}" for setting, value in settings)])
+            varied = [
+                text for setting, value in settings for text in (f"--{setting.replace('_', '-')}", value)
+            ]
+            arms.append(make_arm(args, name, method, [*flags, *varied]))
+    return arms
+
+
+def make_arm(args: argparse.Namespace, name: str, method: str, flags: Sequence[str]) -> Arm:
+    script = SCRIPTS[args.task]
+    runs = [
+        parse_config(list(script.TASKS), script.PRESETS, "", run_flags(args, flags, seed))
+        for seed in range(args.seeds)
+    ]
+    return Arm(name, method, tuple(flags), tuple(runs))
+
+
+def noise_arm(args: argparse.Namespace, arm: Arm) -> Arm:
+    """The same arm with other random rollouts and another order of prompts: what it differs by is noise."""
+    return make_arm(args, f"{arm.name} (again)", "noise", [*arm.flags, "--replicate", "1"])
+
+
+def run_flags(args: argparse.Namespace, flags: Sequence[str], seed: int) -> list[str]:
+    """All flags of one run: for all arms, for this one, and the seed."""
+    keep = ["--keep-checkpoints"] if args.gradient else []
+    return ["--task", args.task, "--out", args.runs, *keep, *args.shared, *flags, "--seed", str(seed)]
+
+
+# --- 2. Running them: two at a time, one thread each; finished runs are not run again ---
+
+
+def run_all(args: argparse.Namespace, arms: list[Arm]) -> None:
+    """All runs of all arms. ValueError at the end, with the last lines of their output, if some have failed."""
+    # Arm by arm, so that by the time the second arm starts, the first has made the warm start of every seed.
+    jobs = [(arm, seed) for arm in arms for seed in range(args.seeds)]
+    failures: list[str] = []
+    with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), desc=args.name, unit="run") as bar:
+        for failure in pool.map(lambda job: run_one(args, *job), jobs):
+            failures += [failure] if failure else []
+            bar.update()
+    if failures:
+        raise ValueError(f"{len(failures)} of {len(jobs)} runs failed:\n" + "\n".join(failures))
+
+
+def run_one(args: argparse.Namespace, arm: Arm, seed: int) -> str:
+    """One run, as a process of its own; its files without the checkpoint go to results. Returns what went wrong, if anything."""
+    folder = arm.folder(seed)
+    if not (folder / "summary.json").exists():
+        log = folder.with_name(f"{folder.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            finished = subprocess.run(
+                run_command(args, arm, seed),
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": str(args.threads)},
+                check=False,
+            )
+        if finished.returncode:
+            return f"{shlex.join(run_command(args, arm, seed))}\n{log.read_text()[-500:]}"
+    record = args.folder / "runs" / folder.name
+    record.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "metrics.jsonl", "summary.json"):
+        shutil.copy(folder / name, record / name)
+    return ""
+
+
+def run_command(args: argparse.Namespace, arm: Arm, seed: int) -> list[str]:
+    return [sys.executable, SCRIPTS[args.task].__file__, *run_flags(args, arm.flags, seed), "--resume"]
+
+
+# --- 3. Statistics: few seeds, so Student's t; several comparisons, so Holm ---
+
+
+def t_interval(values: list[float]) -> list[float]:
+    """[mean, low, high]: 95% interval of the mean of independent values by Student's t; NaN bounds for a single value."""
+    mean, error = mean_and_error(values)
+    half = error * t_quantile(0.975, len(values) - 1) if len(values) > 1 else math.nan
+    return [mean, mean - half, mean + half]
+
+
+def t_test(differences: list[float]) -> float:
+    """Two-sided p-value of Student's t test that the mean of paired differences is 0. NaN for a single one."""
+    mean, error = mean_and_error(differences)
+    if len(differences) < 2:
+        return math.nan
+    if error == 0:
+        return 1.0 if mean == 0 else 0.0
+    freedom = len(differences) - 1
+    # P(|T| > t) = I_x(freedom / 2, 1/2) at x = freedom / (freedom + t^2), the regularised incomplete beta function.
+    x = freedom / (freedom + (mean / error) ** 2)
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, x, regularized=True))
+
+
+@functools.cache
+def t_quantile(probability: float, freedom: int) -> float:
+    """The value that Student's t stays below with this probability (above 1/2)."""
+
+    def excess(t: mpmath.mpf) -> mpmath.mpf:
+        tail = mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True)
+        return tail / 2 - (1 - probability)
+
+    return float(mpmath.findroot(excess, (0.5, 100), solver="bisect", maxsteps=100))
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    numbers = torch.tensor(values, dtype=torch.float64)
+    error = numbers.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return numbers.mean().item(), error
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Holm's adjusted p-values: below 0.05 where a claim holds although so many were tried. NaN stays NaN."""
+    adjusted, running = [math.nan] * len(p_values), 0.0
+    order = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    for rank, (p, i) in enumerate(order):
+        running = max(running, min(1.0, p * (len(order) - rank)))
+        adjusted[i] = running
+    return adjusted
+
+
+# --- 4. Tables ---
+
+# Of the figures on test prompts after the last step; those that a task does not have are left out.
+METRICS = ["pass@1", "pass@8", "pass@32", "greedy", "reward", "best_of_8", "different_samples"]
+# Means over all steps of what a step logs.
+DIAGNOSTICS = {
+    "mean_abs_advantage": "mean abs(A)",
+    "ess": "ESS",
+    "frac_reward_zero_std": "no signal",
+    "grad_norm": "gradient norm",
+    "clip_ratio/low_mean": "clipped low",
+    "clip_ratio/high_mean": "clipped high",
+    "ratio_max": "largest ratio",
+    "kl_old": "KL of a batch",
+    "entropy": "entropy",
+}
+
+
+def read_runs(args: argparse.Namespace, arm: Arm) -> list[dict[str, Any]]:
+    """summary.json and metrics.jsonl of an arm's runs, by seed."""
+    runs = []
+    for seed in range(args.seeds):
+        folder = arm.folder(seed)
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        runs.append({**json.loads((folder / "summary.json").read_text()), "metrics": metrics})
+    return runs
+
+
+def figure_of(result: dict[str, Any], metric: str) -> float | None:
+    """One figure of an evaluation; None where the task does not have it."""
+    value = result.get(metric, result["report"].get(metric))
+    return value[0] if is_interval(value) else value
+
+
+def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseline: Arm) -> dict[str, Any]:
+    """Everything that the tables and figures show."""
+    runs = {arm.name: read_runs(args, arm) for arm in [*arms, *([noise] if noise else [])]}
+    first = runs[arms[0].name][0]["end"]
+    metrics = [metric for metric in METRICS if figure_of(first, metric) is not None]
+    if (
+        runs[arms[0].name][0]["end"]["reward"] == first["pass@1"]
+    ):  # a right-or-wrong reward says the same twice
+        metrics.remove("reward")
+
+    def figures(name: str, metric: str, when: str = "end") -> list[float]:
+        return [figure_of(run[when], metric) for run in runs[name]]
+
+    def difference(name: str, other: str, metric: str) -> dict[str, Any]:
+        values = [a - b for a, b in zip(figures(name, metric), figures(other, metric))]
+        return {
+            "interval": t_interval(values),
+            "p": t_test(values),
+            "seeds_up": sum(value > 0 for value in values),
+            "seeds_down": sum(value < 0 for value in values),
+            "values": values,
+        }
+
+    table: dict[str, Any] = {"metrics": metrics, "seeds": args.seeds, "baseline": baseline.name, "arms": {}}
+    table["start"] = {metric: t_interval(figures(arms[0].name, metric, "start")) for metric in metrics}
+    for name, arm_runs in runs.items():
+        steps = [[line for line in run["metrics"] if line["step"] > 0] for run in arm_runs]
+        diagnostics = {
+            label: t_interval([sum(line[key] for line in run) / len(run) for run in steps])[0]
+            for key, label in DIAGNOSTICS.items()
+        }
+        for key in ("length", "truncated", "kl"):
+            diagnostics[f"{key} at the end"] = sum(run["end"][key] for run in arm_runs) / len(arm_runs)
+        table["arms"][name] = {
+            "end": {metric: t_interval(figures(name, metric)) for metric in metrics},
+            "values": {metric: figures(name, metric) for metric in metrics},
+            "diagnostics": diagnostics,
+            "seconds": sum(run["seconds"]["total"] for run in arm_runs),
+        }
+    if noise:
+        original = next(arm for arm in arms if noise.name == f"{arm.name} (again)")
+        table["noise"] = {metric: difference(noise.name, original.name, metric) for metric in metrics}
+    others = [arm.name for arm in arms if arm.name != baseline.name]
+    table["differences"] = {
+        name: {metric: difference(name, baseline.name, metric) for metric in metrics} for name in others
+    }
+    cells = [table["differences"][name][metric] for name in others for metric in metrics]
+    for cell, p in zip(cells, holm([cell["p"] for cell in cells])):
+        cell["p_holm"] = p
+        # A claim: it survives the number of comparisons, and no seed disagrees.
+        cell["claim"] = p < 0.05 and max(cell["seeds_up"], cell["seeds_down"]) == args.seeds
+    return table
+
+
+def choose(args: argparse.Namespace, arms: list[Arm]) -> tuple[list[Arm], dict[str, dict[str, float]]]:
+    """Of each method the arm with the best mean over seeds of `args.select` on the validation prompts after the last step,
+    and those means of all arms. Test figures play no part.
+    """
+    scores: dict[str, dict[str, float]] = {}
+    best: dict[str, tuple[float, Arm]] = {}
+    for arm in arms:
+        last = [run["metrics"][-1]["validation"] for run in read_runs(args, arm)]
+        values = [figure_of(result, args.select) for result in last]
+        if None in values:
+            raise ValueError(f"--select {args.select}: the evaluation has no such figure")
+        score = sum(values) / len(values)
+        scores.setdefault(arm.method, {})[arm.name] = score
+        if arm.method not in best or score > best[arm.method][0]:
+            best[arm.method] = (score, arm)
+    return [arm for _, arm in best.values()], scores
+
+
+def write_tables(args: argparse.Namespace, table: dict[str, Any], command: str) -> None:
+    """table.json and table.md."""
+    write_json(args.folder / "table.json", {"command": command, **table})
+    metrics, seeds = table["metrics"], table["seeds"]
+    lines = [f"# {args.name}: {args.task}", "", f"    {command}", ""]
+    lines += [
+        f"Test prompts after the last step; mean over {seeds} seeds [95% interval, Student's t over seeds].",
+        "",
+    ]
+    rows = {"warm start": table["start"], **{name: arm["end"] for name, arm in table["arms"].items()}}
+    lines += markdown(
+        ["", *metrics], [[name, *(show(row[m]) for m in metrics)] for name, row in rows.items()]
+    )
+    lines += [
+        "",
+        f"Difference from {table['baseline']}, paired by seed [95% interval], p after Holm's correction over this table;",
+    ]
+    lines += ["**bold** where p < 0.05 and all seeds agree in sign. Everything else is not claimed.", ""]
+    body = []
+    for name, row in table["differences"].items():
+        cells = [f"{show(row[m]['interval'], '+')} p {row[m]['p_holm']:.2g}" for m in metrics]
+        body.append([name, *(f"**{cell}**" if row[m]["claim"] else cell for cell, m in zip(cells, metrics))])
+    if "noise" in table:
+        body.append(
+            [
+                "*noise floor: the same arm twice*",
+                *(show(table["noise"][m]["interval"], "+") for m in metrics),
+            ]
+        )
+    lines += markdown(["", *metrics], body)
+    if "validation" in table:
+        lines += ["", f"Chosen by {args.select} on validation prompts, mean over seeds:", ""]
+        for method, scores in table["validation"].items():
+            listed = ", ".join(
+                f"{name.removeprefix(method).lstrip(', ') or name} {score:.3f}"
+                for name, score in scores.items()
+            )
+            lines.append(f"- {method}: {listed}")
+    lines += ["", "Means over all steps (and at the end on test prompts):", ""]
+    names = list(next(iter(table["arms"].values()))["diagnostics"])
+    lines += markdown(
+        ["", *names],
+        [[name, *(f"{arm['diagnostics'][n]:.3g}" for n in names)] for name, arm in table["arms"].items()],
+    )
+    minutes = sum(arm["seconds"] for arm in table["arms"].values()) / 60
+    lines += [
+        "",
+        f"All runs of this table together: {minutes:.0f} minutes of one core, after the warm starts.",
+    ]
+    (args.folder / "table.md").write_text("\n".join(lines) + "\n")
+
+
+def show(interval: list[float], sign: str = "") -> str:
+    return "{:{s}.3f} [{:{s}.3f}, {:{s}.3f}]".format(*interval, s=sign)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows]]
+
+
+# --- 5. Figures ---
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999", "#F0E442"]
+
+
+def draw_curves(args: argparse.Namespace, arms: list[Arm], metrics: list[str]) -> None:
+    """curves.png: validation figures against steps, the warm start included; means over seeds with 95% intervals."""
+    panels = [*metrics, "kl", "length"]
+    columns = math.ceil(len(panels) / 2)
+    figure = Figure(figsize=(4.6 * columns, 7.5), layout="constrained")
+    for axes, metric in zip(figure.subplots(2, columns).flat, panels):
+        for arm, color in zip(arms, itertools.cycle(COLORS)):
+            runs = [
+                {
+                    line["step"]: figure_of(line["validation"], metric)
+                    for line in run["metrics"]
+                    if "validation" in line
+                }
+                for run in read_runs(args, arm)
+            ]
+            steps = sorted(runs[0])
+            mean, low, high = zip(*(t_interval([run[step] for run in runs]) for step in steps))
+            axes.plot(steps, mean, color=color, label=arm.name, marker="o", markersize=3)
+            axes.fill_between(steps, low, high, color=color, alpha=0.12)
+        axes.set_title("KL(policy || start), nats per token" if metric == "kl" else metric)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    figure.suptitle(f"{args.task}: validation prompts, mean over {args.seeds} seeds, 95% intervals")
+    figure.savefig(args.folder / "curves.png", dpi=100)
+
+
+def draw_differences(args: argparse.Namespace, table: dict[str, Any]) -> None:
+    """differences.png: paired differences from the baseline on test prompts, and the noise floor."""
+    metrics = table["metrics"]
+    rows = dict(table["differences"])
+    if "noise" in table:
+        rows["noise floor"] = table["noise"]
+    figure = Figure(figsize=(3.4 * len(metrics), 1.5 + 0.4 * len(rows)), layout="constrained")
+    panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+    for axes, metric in zip(panels, metrics):
+        for place, (name, row) in enumerate(rows.items()):
+            mean, low, high = row[metric]["interval"]
+            color = "#999999" if name == "noise floor" else COLORS[1 if row[metric]["claim"] else 0]
+            axes.plot([low, high], [place, place], color=color, linewidth=2)
+            axes.plot(mean, place, "o", color=color)
+            axes.plot(row[metric]["values"], [place - 0.2] * table["seeds"], "|", color=color, markersize=6)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_title(metric)
+        axes.grid(alpha=0.3, axis="x")
+    panels[0].set_yticks(range(len(rows)), list(rows))
+    panels[0].invert_yaxis()
+    figure.suptitle(
+        f"{args.task}: difference from {table['baseline']} on test prompts (ticks: seeds; orange: a claim)"
+    )
+    figure.savefig(args.folder / "differences.png", dpi=100)
+
+
+# --- 6. Where the gradient goes: the paper's Table 3, with a stated protocol ---
+#
+# At several checkpoints of an arm: GRADIENT_PROMPTS test prompts; RATE_ROLLOUTS rollouts of each estimate its pass rate p; M
+# others make the advantages. A prompt's amount is sum |A| over tokens, or the norm of its gradient sum_i A_i grad log pi(y_i);
+# a bin's share is its prompts' part of the sum over prompts. `predicted` is what expected_abs_advantage makes of the pass rates
+# alone. All methods are applied to the same rollouts of the same checkpoint. Intervals: bootstrap over prompts.
+
+GRADIENT_PROMPTS = 256
+RATE_ROLLOUTS = 64
+GRADIENT_METHODS = {
+    "softmax tau 0.1": {"algo": "softmax", "tau": 0.1},
+    "softmax tau 0.3": {"algo": "softmax", "tau": 0.3},
+    "softmax tau 1": {"algo": "softmax", "tau": 1.0},
+    "maxrl": {"algo": "maxrl"},
+    "grpo": {"algo": "grpo"},
+    "reinforce": {"algo": "reinforce"},
+}
+
+
+def measure_gradients(script_task: str, config: Config, step: int) -> None:
+    """gradient-<step>.json in the run's folder: per prompt its pass rate and, for each method, predicted |A|, |A| over tokens and
+    gradient norm, at the checkpoint of that step (0: the start).
+    """
+    path = run_folder(config) / f"gradient-{step}.json"
+    if path.exists():
+        return
+    torch.set_num_threads(1)
+    task = SCRIPTS[script_task].TASKS[script_task](config)
+    policy = load_policy(config, task)
+    if step:
+        checkpoint = run_folder(config) / f"checkpoint-{step}"
+        if not checkpoint.exists():
+            raise ValueError(
+                f"{checkpoint} is missing: delete that run, so that --gradient makes it again and keeps its checkpoints"
+            )
+        policy.model.load_state_dict(type(policy.model).from_pretrained(checkpoint).state_dict())
+    policy.model.float().to(config.device).eval()
+    rows = split_rows(task, dataclasses.replace(config, test_prompts=GRADIENT_PROMPTS))[2]
+    methods = {
+        name: dataclasses.replace(config, target_ess=0.0, **change)
+        for name, change in GRADIENT_METHODS.items()
+    }
+    found: dict[str, Any] = {
+        "rate": [],
+        **{name: {"predicted": [], "tokens": [], "norm": []} for name in methods},
+    }
+    generator = stream(config, "gradient table", step, torch.device(config.device))
+    for begin in range(0, len(rows), 16):
+        some = rows[begin : begin + 16]
+        prompts = [task.prompt(row) for row in some]
+        size, cap = config.group_size, task.max_new_tokens
+        others = generate(*policy, prompts, RATE_ROLLOUTS, cap, config.temperature, generator)
+        rates = score_texts(task, others.texts, some, RATE_ROLLOUTS)[1].mean(-1)  # (P,)
+        rollouts = generate(*policy, prompts, size, cap, config.temperature, generator)
+        rewards = score_texts(task, rollouts.texts, some, size)[0]  # (P, M)
+        lengths = rollouts.lengths.view(-1, size).cpu()  # (P, M)
+        found["rate"] += rates.tolist()
+        advantages = {
+            name: group_advantages(rewards, settings).double() for name, settings in methods.items()
+        }
+        for name, settings in methods.items():
+            # Never failing in 64 tries does not mean never failing: half a success and half a failure more.
+            rate = (rates * RATE_ROLLOUTS + 0.5) / (RATE_ROLLOUTS + 1)
+            expected = expected_abs_advantage(rate, size, lambda r, s=settings: group_advantages(r, s))
+            found[name]["predicted"] += expected.tolist()
+            found[name]["tokens"] += (advantages[name].abs() * lengths).sum(-1).tolist()
+        for prompt in range(len(some)):
+            signal = advantages["reinforce"][prompt].any()
+            products = (
+                gradient_products(policy.model, rollouts, prompt, size, config)
+                if signal
+                else torch.zeros(size, size)
+            )
+            for name in methods:
+                a = advantages[name][prompt]
+                found[name]["norm"].append(float((a @ products.double() @ a).clamp(min=0).sqrt()))
+    write_json(path, found)
+
+
+def gradient_products(model: Any, rollouts: Any, prompt: int, size: int, config: Config) -> torch.Tensor:
+    """(M, M) inner products of the gradients of log pi(y_i) of one prompt's rollouts: every method's norm follows from them."""
+    gradients = []
+    for row in range(prompt * size, (prompt + 1) * size):
+        rows = torch.tensor([row])
+        logprobs = score_rollouts(model, rollouts, rows, config.temperature)  # (1, T)
+        mask = rollouts.mask[rows, : logprobs.shape[1]]
+        one = torch.ones(1, device=logprobs.device)
+        loss, _ = surrogate_loss(
+            logprobs, logprobs.detach(), one, mask, clip_low=None, clip_high=None, aggregation="sum"
+        )
+        parts = torch.autograd.grad(loss, list(model.parameters()))
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    stacked = torch.stack(gradients)  # (M, weights)
+    return (stacked @ stacked.T).cpu()
+
+
+def gradient_tables(args: argparse.Namespace, arms: list[Arm]) -> None:
+    """gradient.md and gradient.json: shares by pass rate, for every arm's checkpoints, pooled over seeds."""
+    config = arms[0].runs[0]
+    steps = [
+        0,
+        *sorted({s for s in range(config.save_every, config.steps, config.save_every)} | {config.steps}),
+    ]
+    jobs = [(args.task, config, step) for arm in arms for config in arm.runs for step in steps]
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        pending = [pool.submit(measure_gradients, *job) for job in jobs]
+        for job in tqdm(pending, desc="gradients", unit="checkpoint"):
+            job.result()
+    bins = [
+        f"[{low:g}, {high:g}{']' if high == 1 else ')'}" for low, high in itertools.pairwise(PASS_RATE_BINS)
+    ]
+    lines = [f"# {args.name}: share of the gradient by pass rate, {args.task}", ""]
+    lines += [
+        f"{GRADIENT_PROMPTS} test prompts a seed, {args.seeds} seeds; pass rate from {RATE_ROLLOUTS} rollouts, advantages from"
+    ]
+    lines += [
+        f"{config.group_size} others; every method on the same rollouts; [95% interval, bootstrap over prompts within seeds].",
+        "",
+    ]
+    tables: dict[str, Any] = {}
+    for arm in arms:
+        for step in steps:
+            found = [json.loads((run_folder(run) / f"gradient-{step}.json").read_text()) for run in arm.runs]
+            table = tables[f"{arm.name}, step {step}"] = shares_with_intervals(found)
+            lines += [f"## Policy of {arm.name} after {step} steps", ""]
+            body = []
+            for name, row in table.items():
+                body.append(
+                    [
+                        name,
+                        *(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mean, low, high in row),
+                    ]
+                )
+            lines += [*markdown(["% of", *bins], body), ""]
+    (args.folder / "gradient.md").write_text("\n".join(lines))
+    write_json(args.folder / "gradient.json", tables)
+
+
+def shares_with_intervals(found: list[dict[str, Any]], resamples: int = 1000) -> dict[str, list[list[float]]]:
+    """{"prompts": 5 x [share, low, high], "<method>, tokens": ..., "<method>, gradient norm": ..., "<method>, predicted": ...}"""
+    generator = torch.Generator().manual_seed(0)
+    rates = [torch.tensor(run["rate"]) for run in found]
+    # (resamples + 1, n) prompts of each seed, the first row the prompts themselves
+    picks = []
+    for rate in rates:
+        drawn = torch.randint(len(rate), (resamples, len(rate)), generator=generator)
+        picks.append(torch.cat([torch.arange(len(rate))[None], drawn]))
+    amounts = {"prompts": [torch.ones_like(rate) for rate in rates]}
+    for name in GRADIENT_METHODS:
+        for key, label in {
+            "tokens": "abs(A) over tokens",
+            "predicted": "predicted",
+            "norm": "gradient norm",
+        }.items():
+            amounts[f"{name}, {label}"] = [torch.tensor(run[name][key]) for run in found]
+    table = {}
+    for label, amount in amounts.items():
+        rate = torch.cat([r[pick] for r, pick in zip(rates, picks)], -1)  # (resamples + 1, all prompts)
+        drawn = torch.cat([a[pick] for a, pick in zip(amount, picks)], -1)
+        shares = torch.stack([share_by_pass_rate(r, a) for r, a in zip(rate, drawn)])  # (resamples + 1, 5)
+        low, high = torch.quantile(shares[1:], torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
+        table[label] = [list(cell) for cell in zip(shares[0].tolist(), low.tolist(), high.tolist())]
+    return table
+
+
+# --- The command ---
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("task", choices=list(SCRIPTS))
+    parser.add_argument("--algos", nargs="+", choices=list(ADVANTAGES), default=list(ADVANTAGES))
+    parser.add_argument(
+        "--tau", nargs="+", type=float, default=[0.1], help="temperatures of softmax (default: 0.1)"
+    )
+    parser.add_argument(
+        "--target-ess", nargs="+", type=float, default=[], help="softmax with a temperature per group, too"
+    )
+    parser.add_argument(
+        "--vary", nargs="+", action="append", default=[], metavar=("SETTING", "VALUE"),
+        help="a setting of the training script and its values; more than once: all combinations",
+    )  # fmt: skip
+    parser.add_argument(
+        "--select",
+        metavar="METRIC",
+        help="show each method only at its best on validation prompts by this figure",
+    )
+    parser.add_argument(
+        "--equal-step", action="store_true", help="scale the learning rates so that the mean |A| agrees"
+    )
+    parser.add_argument(
+        "--gradient", action="store_true", help="also measure where the gradient goes at every checkpoint"
+    )
+    parser.add_argument(
+        "--against", help="name of the arm that the others are compared with (default: grpo, else the first)"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to this (default: 5)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time; 1 on one GPU (default: 2)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run (default: 1)")
+    parser.add_argument(
+        "--runs",
+        default="runs/compare",
+        help="folder of the runs with their checkpoints (default: runs/compare)",
+    )
+    parser.add_argument("--results", default="results", help="folder of the results (default: results)")
+    parser.add_argument("--name", help="of this comparison (default: the task)")
+    args, args.shared = parser.parse_known_args(
+        arguments
+    )  # what is not ours, the training script understands
+    args.name = args.name or args.task
+    args.folder = Path(args.results) / args.name
+    for name in ("seeds", "jobs", "threads"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+def equal_step_arms(args: argparse.Namespace, arms: list[Arm], baseline: Arm) -> list[Arm]:
+    """The arms with learning rates times (mean |A| of the baseline's runs) / (mean |A| of their own)."""
+
+    def size(arm: Arm) -> float:
+        values = [
+            line["mean_abs_advantage"]
+            for run in read_runs(args, arm)
+            for line in run["metrics"]
+            if line["step"] > 0
+        ]
+        return sum(values) / len(values)
+
+    scaled = []
+    for arm in arms:
+        lr = f"{arm.runs[0].lr * size(baseline) / size(arm):.3g}"
+        same = arm is baseline
+        scaled.append(
+            arm if same else make_arm(args, f"{arm.name}, lr {lr}", arm.method, [*arm.flags, "--lr", lr])
+        )
+    return scaled
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    arms = make_arms(args)
+    names = [arm.name for arm in arms]
+    if args.against and args.against not in names:
+        raise ValueError(f"--against {args.against}: the arms are {', '.join(names)}")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    run_all(args, arms)
+    table: dict[str, Any] = {}
+    if args.select:
+        arms, table["validation"] = choose(args, arms)
+    baseline = next(
+        (arm for arm in arms if arm.name == args.against),
+        next((arm for arm in arms if arm.method == "grpo"), arms[0]),
+    )
+    if args.equal_step:
+        arms = equal_step_arms(args, arms, baseline)
+        run_all(args, arms)
+    noise = noise_arm(args, next((arm for arm in arms if arm.method.startswith("softmax")), arms[0]))
+    run_all(args, [noise])
+    table |= compare(args, arms, noise, baseline)
+    write_tables(args, table, shlex.join(["python", "compare.py", *sys.argv[1:]]))
+    draw_curves(args, arms, table["metrics"])
+    draw_differences(args, table)
+    if args.gradient:
+        gradient_tables(args, arms)
+    print((args.folder / "table.md").read_text())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
