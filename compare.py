@@ -5,13 +5,13 @@
     python compare.py countdown --algos softmax grpo --vary exact no yes --name exact             any setting of a run
     python compare.py countdown --algos softmax --target-ess 2 3 4 --name ess                     temperature per group
     python compare.py countdown --equal-step --name equal-step              learning rates that make the mean |A| agree
-    python compare.py gsm8k --gradient --name gradient                      where the gradient goes, checkpoint by checkpoint
 
 Every other flag is handed to the training script of the task (`--steps 100`, `--model DIR`, ...). There is no training loop
 here: an arm is one command of that script, and it can be run by hand. Runs live in `runs/compare/` and are shared by all
-tables that need them; started again after an interruption, the same command goes on where it was.
+tables that need them; started again after an interruption, the same command goes on where it was. With `--keep-checkpoints`
+gradient_table.py can show afterwards where the gradient went.
 
-Read it in this order: 1. arms, 2. running them, 3. statistics, 4. tables, 5. figures, 6. where the gradient goes.
+Read it in this order: 1. arms, 2. running them, 3. statistics, 4. tables, 5. figures, 6. the command.
 Written to `results/<name>/`: config.json, metrics.jsonl and summary.json of every run, table.md, table.json, figures.
 """
 
@@ -23,14 +23,13 @@ import functools
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +41,9 @@ from tqdm.auto import tqdm
 import train_countdown
 import train_gsm8k
 import train_textgen
-from launch import load_policy, parse_config
-from run import Config, is_interval, run_folder, split_rows, write_json
-from softmax_grpo import (
-    ADVANTAGES,
-    PASS_RATE_BINS,
-    expected_abs_advantage,
-    generate,
-    group_advantages,
-    score_rollouts,
-    score_texts,
-    share_by_pass_rate,
-    stream,
-    surrogate_loss,
-)
+from launch import parse_config
+from run import Config, is_interval, run_folder, write_json
+from softmax_grpo import ADVANTAGES
 
 SCRIPTS = {task: script for script in (train_countdown, train_gsm8k, train_textgen) for task in script.TASKS}
 
@@ -114,8 +102,7 @@ def noise_arm(args: argparse.Namespace, arm: Arm) -> Arm:
 
 def run_flags(args: argparse.Namespace, flags: Sequence[str], seed: int) -> list[str]:
     """All flags of one run: for all arms, for this one, and the seed."""
-    keep = ["--keep-checkpoints"] if args.gradient else []
-    return ["--task", args.task, "--out", args.runs, *keep, *args.shared, *flags, "--seed", str(seed)]
+    return ["--task", args.task, "--out", args.runs, *args.shared, *flags, "--seed", str(seed)]
 
 
 # --- 2. Running them: two at a time, one thread each; finished runs are not run again ---
@@ -436,172 +423,7 @@ def draw_differences(args: argparse.Namespace, table: dict[str, Any]) -> None:
     figure.savefig(args.folder / "differences.png", dpi=100)
 
 
-# --- 6. Where the gradient goes: the paper's Table 3, with a stated protocol ---
-#
-# At several checkpoints of an arm: GRADIENT_PROMPTS test prompts; RATE_ROLLOUTS rollouts of each estimate its pass rate p; M
-# others make the advantages. A prompt's amount is sum |A| over tokens, or the norm of its gradient sum_i A_i grad log pi(y_i);
-# a bin's share is its prompts' part of the sum over prompts. `predicted` is what expected_abs_advantage makes of the pass rates
-# alone. All methods are applied to the same rollouts of the same checkpoint. Intervals: bootstrap over prompts.
-
-GRADIENT_PROMPTS = 256
-RATE_ROLLOUTS = 64
-GRADIENT_METHODS = {
-    "softmax tau 0.1": {"algo": "softmax", "tau": 0.1},
-    "softmax tau 0.3": {"algo": "softmax", "tau": 0.3},
-    "softmax tau 1": {"algo": "softmax", "tau": 1.0},
-    "maxrl": {"algo": "maxrl"},
-    "grpo": {"algo": "grpo"},
-    "reinforce": {"algo": "reinforce"},
-}
-
-
-def measure_gradients(script_task: str, config: Config, step: int) -> None:
-    """gradient-<step>.json in the run's folder: per prompt its pass rate and, for each method, predicted |A|, |A| over tokens and
-    gradient norm, at the checkpoint of that step (0: the start).
-    """
-    path = run_folder(config) / f"gradient-{step}.json"
-    if path.exists():
-        return
-    torch.set_num_threads(1)
-    task = SCRIPTS[script_task].TASKS[script_task](config)
-    policy = load_policy(config, task)
-    if step:
-        checkpoint = run_folder(config) / f"checkpoint-{step}"
-        if not checkpoint.exists():
-            raise ValueError(
-                f"{checkpoint} is missing: delete that run, so that --gradient makes it again and keeps its checkpoints"
-            )
-        policy.model.load_state_dict(type(policy.model).from_pretrained(checkpoint).state_dict())
-    policy.model.float().to(config.device).eval()
-    rows = split_rows(task, dataclasses.replace(config, test_prompts=GRADIENT_PROMPTS))[2]
-    methods = {
-        name: dataclasses.replace(config, target_ess=0.0, **change)
-        for name, change in GRADIENT_METHODS.items()
-    }
-    found: dict[str, Any] = {
-        "rate": [],
-        **{name: {"predicted": [], "tokens": [], "norm": []} for name in methods},
-    }
-    generator = stream(config, "gradient table", step, torch.device(config.device))
-    for begin in range(0, len(rows), 16):
-        some = rows[begin : begin + 16]
-        prompts = [task.prompt(row) for row in some]
-        size, cap = config.group_size, task.max_new_tokens
-        others = generate(*policy, prompts, RATE_ROLLOUTS, cap, config.temperature, generator)
-        rates = score_texts(task, others.texts, some, RATE_ROLLOUTS)[1].mean(-1)  # (P,)
-        rollouts = generate(*policy, prompts, size, cap, config.temperature, generator)
-        rewards = score_texts(task, rollouts.texts, some, size)[0]  # (P, M)
-        lengths = rollouts.lengths.view(-1, size).cpu()  # (P, M)
-        found["rate"] += rates.tolist()
-        advantages = {
-            name: group_advantages(rewards, settings).double() for name, settings in methods.items()
-        }
-        for name, settings in methods.items():
-            # Never failing in 64 tries does not mean never failing: half a success and half a failure more.
-            rate = (rates * RATE_ROLLOUTS + 0.5) / (RATE_ROLLOUTS + 1)
-            expected = expected_abs_advantage(rate, size, lambda r, s=settings: group_advantages(r, s))
-            found[name]["predicted"] += expected.tolist()
-            found[name]["tokens"] += (advantages[name].abs() * lengths).sum(-1).tolist()
-        for prompt in range(len(some)):
-            signal = advantages["reinforce"][prompt].any()
-            products = (
-                gradient_products(policy.model, rollouts, prompt, size, config)
-                if signal
-                else torch.zeros(size, size)
-            )
-            for name in methods:
-                a = advantages[name][prompt]
-                found[name]["norm"].append(float((a @ products.double() @ a).clamp(min=0).sqrt()))
-    write_json(path, found)
-
-
-def gradient_products(model: Any, rollouts: Any, prompt: int, size: int, config: Config) -> torch.Tensor:
-    """(M, M) inner products of the gradients of log pi(y_i) of one prompt's rollouts: every method's norm follows from them."""
-    gradients = []
-    for row in range(prompt * size, (prompt + 1) * size):
-        rows = torch.tensor([row])
-        logprobs = score_rollouts(model, rollouts, rows, config.temperature)  # (1, T)
-        mask = rollouts.mask[rows, : logprobs.shape[1]]
-        one = torch.ones(1, device=logprobs.device)
-        loss, _ = surrogate_loss(
-            logprobs, logprobs.detach(), one, mask, clip_low=None, clip_high=None, aggregation="sum"
-        )
-        parts = torch.autograd.grad(loss, list(model.parameters()))
-        gradients.append(torch.cat([part.flatten() for part in parts]))
-    stacked = torch.stack(gradients)  # (M, weights)
-    return (stacked @ stacked.T).cpu()
-
-
-def gradient_tables(args: argparse.Namespace, arms: list[Arm]) -> None:
-    """gradient.md and gradient.json: shares by pass rate, for every arm's checkpoints, pooled over seeds."""
-    config = arms[0].runs[0]
-    steps = [
-        0,
-        *sorted({s for s in range(config.save_every, config.steps, config.save_every)} | {config.steps}),
-    ]
-    jobs = [(args.task, config, step) for arm in arms for config in arm.runs for step in steps]
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        pending = [pool.submit(measure_gradients, *job) for job in jobs]
-        for job in tqdm(pending, desc="gradients", unit="checkpoint"):
-            job.result()
-    bins = [
-        f"[{low:g}, {high:g}{']' if high == 1 else ')'}" for low, high in itertools.pairwise(PASS_RATE_BINS)
-    ]
-    lines = [f"# {args.name}: share of the gradient by pass rate, {args.task}", ""]
-    lines += [
-        f"{GRADIENT_PROMPTS} test prompts a seed, {args.seeds} seeds; pass rate from {RATE_ROLLOUTS} rollouts, advantages from"
-    ]
-    lines += [
-        f"{config.group_size} others; every method on the same rollouts; [95% interval, bootstrap over prompts within seeds].",
-        "",
-    ]
-    tables: dict[str, Any] = {}
-    for arm in arms:
-        for step in steps:
-            found = [json.loads((run_folder(run) / f"gradient-{step}.json").read_text()) for run in arm.runs]
-            table = tables[f"{arm.name}, step {step}"] = shares_with_intervals(found)
-            lines += [f"## Policy of {arm.name} after {step} steps", ""]
-            body = []
-            for name, row in table.items():
-                body.append(
-                    [
-                        name,
-                        *(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mean, low, high in row),
-                    ]
-                )
-            lines += [*markdown(["% of", *bins], body), ""]
-    (args.folder / "gradient.md").write_text("\n".join(lines))
-    write_json(args.folder / "gradient.json", tables)
-
-
-def shares_with_intervals(found: list[dict[str, Any]], resamples: int = 1000) -> dict[str, list[list[float]]]:
-    """{"prompts": 5 x [share, low, high], "<method>, tokens": ..., "<method>, gradient norm": ..., "<method>, predicted": ...}"""
-    generator = torch.Generator().manual_seed(0)
-    rates = [torch.tensor(run["rate"]) for run in found]
-    # (resamples + 1, n) prompts of each seed, the first row the prompts themselves
-    picks = []
-    for rate in rates:
-        drawn = torch.randint(len(rate), (resamples, len(rate)), generator=generator)
-        picks.append(torch.cat([torch.arange(len(rate))[None], drawn]))
-    amounts = {"prompts": [torch.ones_like(rate) for rate in rates]}
-    for name in GRADIENT_METHODS:
-        for key, label in {
-            "tokens": "abs(A) over tokens",
-            "predicted": "predicted",
-            "norm": "gradient norm",
-        }.items():
-            amounts[f"{name}, {label}"] = [torch.tensor(run[name][key]) for run in found]
-    table = {}
-    for label, amount in amounts.items():
-        rate = torch.cat([r[pick] for r, pick in zip(rates, picks)], -1)  # (resamples + 1, all prompts)
-        drawn = torch.cat([a[pick] for a, pick in zip(amount, picks)], -1)
-        shares = torch.stack([share_by_pass_rate(r, a) for r, a in zip(rate, drawn)])  # (resamples + 1, 5)
-        low, high = torch.quantile(shares[1:], torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
-        table[label] = [list(cell) for cell in zip(shares[0].tolist(), low.tolist(), high.tolist())]
-    return table
-
-
-# --- The command ---
+# --- 6. The command ---
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -627,9 +449,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--equal-step", action="store_true", help="scale the learning rates so that the mean |A| agrees"
-    )
-    parser.add_argument(
-        "--gradient", action="store_true", help="also measure where the gradient goes at every checkpoint"
     )
     parser.add_argument(
         "--against", help="name of the arm that the others are compared with (default: grpo, else the first)"
@@ -701,8 +520,6 @@ def main() -> None:
     write_tables(args, table, shlex.join(["python", "compare.py", *sys.argv[1:]]))
     draw_curves(args, arms, table["metrics"])
     draw_differences(args, table)
-    if args.gradient:
-        gradient_tables(args, arms)
     print((args.folder / "table.md").read_text())
 
 

@@ -35,6 +35,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import compare
+import gradient_table
 import judge
 import launch
 import run
@@ -2484,7 +2485,7 @@ def test_gradient_products_give_the_norm_of_the_groups_gradient(tmp_path):
     for method in ADVANTAGES:
         advantages = core.group_advantages(rewards, dataclasses.replace(config, algo=method)).double()
         for prompt in range(2):
-            products = compare.gradient_products(policy.model, rollouts, prompt, 4, config).double()
+            products = gradient_table.gradient_products(policy.model, rollouts, prompt, config).double()
             rows = torch.arange(4 * prompt, 4 * prompt + 4)
             logprobs = core.score_rollouts(policy.model, rollouts, rows, 1.0)
             (advantages[prompt] @ logprobs.sum(-1).double()).backward()
@@ -2497,9 +2498,9 @@ def test_gradient_products_give_the_norm_of_the_groups_gradient(tmp_path):
 
 def test_shares_and_their_bootstrap_intervals():
     one = {"rate": [0.1, 0.1, 0.95, 0.3]}
-    for name in compare.GRADIENT_METHODS:
+    for name in gradient_table.METHODS:
         one[name] = {"tokens": [1.0, 1.0, 2.0, 0.0], "predicted": [1.0] * 4, "norm": [0.0, 0.0, 5.0, 0.0]}
-    table = compare.shares_with_intervals([one, one])
+    table = gradient_table.shares_with_intervals([one, one])
     assert [cell[0] for cell in table["prompts"]] == pytest.approx([0.5, 0.25, 0, 0, 0.25])
     assert [cell[0] for cell in table["grpo, abs(A) over tokens"]] == pytest.approx([0.5, 0, 0, 0, 0.5])
     assert table["grpo, gradient norm"][4][0] == 1
@@ -2510,52 +2511,43 @@ def test_shares_and_their_bootstrap_intervals():
 
 
 def test_compare_from_the_outside(tmp_path):
-    """Two methods, two seeds, checkpoints measured; run again it does nothing new; another arm shares the runs."""
-    places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results"), "--name", "small"]
-    command = [
-        sys.executable,
-        "compare.py",
-        "countdown",
-        *places,
-        "--algos",
-        "softmax",
-        "grpo",
-        "--seeds",
-        "2",
-        "--gradient",
-        *QUICK,
-    ]
+    """Two methods, two seeds; run again it does nothing new; then where the gradient went."""
+    runs, results = tmp_path / "runs", tmp_path / "results" / "small"
+    places = ["--results", str(tmp_path / "results"), "--name", "small"]
+    arms = ["--algos", "softmax", "grpo", "--seeds", "2", "--keep-checkpoints", *QUICK]
+    command = [sys.executable, "compare.py", "countdown", *places, "--runs", str(runs), *arms]
     first = subprocess.run(command, check=False, cwd=HERE, capture_output=True, text=True, timeout=400)
     assert first.returncode == 0, first.stderr
-    results = tmp_path / "results" / "small"
     names = {path.name for path in results.iterdir()}
-    assert names == {
-        "runs",
-        "table.md",
-        "table.json",
-        "curves.png",
-        "differences.png",
-        "gradient.md",
-        "gradient.json",
-    }
+    assert names == {"runs", "table.md", "table.json", "curves.png", "differences.png"}
     kept = sorted(path.name for path in (results / "runs").glob("*/*"))
     assert (
         kept == ["config.json"] * 6 + ["metrics.jsonl"] * 6 + ["summary.json"] * 6
     )  # 2 arms and the noise, 2 seeds
-    assert len(list((tmp_path / "runs").glob("warm-start-*"))) == 2, (
-        "one warm start a seed, shared by all arms"
-    )
-    starts = {
-        json.dumps(json.loads(path.read_text())["start"])
-        for path in (results / "runs").glob("*-seed0-*/summary.json")
-    }
-    assert len(starts) == 2  # the two methods share it to the last digit; the replicate samples anew
+    assert len(list(runs.glob("warm-start-*"))) == 2, "one warm start a seed, shared by all arms"
+    summaries = (results / "runs").glob("*-seed0-*/summary.json")
+    lengths = {json.loads(path.read_text())["start"]["length"] for path in summaries}
+    assert len(lengths) == 2, "the two methods share the evaluation at the start; the replicate samples anew"
     table = json.loads((results / "table.json").read_text())
     assert set(table["arms"]) == {"softmax tau 0.1", "grpo", "softmax tau 0.1 (again)"}
-    times = {path: path.stat().st_mtime for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
+    times = {path: path.stat().st_mtime for path in runs.glob("*/metrics.jsonl")}
     again = subprocess.run(command, check=False, cwd=HERE, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0 and json.loads((results / "table.json").read_text()) == table
-    assert times == {path: path.stat().st_mtime for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
+    assert times == {path: path.stat().st_mtime for path in runs.glob("*/metrics.jsonl")}
+
+    folders = sorted(str(path.parent) for path in runs.glob("countdown-grpo-*/summary.json"))
+    command = [sys.executable, "gradient_table.py", *folders, *places, "--prompts", "4"]
+    gradient = subprocess.run(command, check=False, cwd=HERE, capture_output=True, text=True, timeout=400)
+    assert gradient.returncode == 0, gradient.stderr
+    tables = json.loads((results / "gradient.json").read_text())["tables"]
+    assert list(tables) == ["warm start", *(f"countdown-grpo, step {step}" for step in (1, 2, 3))]
+    for shares in tables.values():
+        assert sum(cell[0] for cell in shares["prompts"]) == pytest.approx(1)
+        assert sum(cell[0] for cell in shares["maxrl, predicted"]) == pytest.approx(1)
+    refused = subprocess.run(
+        [*command, str(tmp_path)], check=False, cwd=HERE, capture_output=True, text=True, timeout=100
+    )
+    assert refused.returncode == 2 and "holds no finished run" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,256 @@
+"""Where the gradient goes, by the prompts' pass rate: the paper's Table 3, with a stated protocol.
+
+    python compare.py countdown --algos softmax grpo --keep-checkpoints --name methods
+    python gradient_table.py runs/compare/countdown-*-seed?-???????? --prompts 128 --name methods
+
+The protocol. For every checkpoint that a run has kept, and its start: `--prompts` test prompts; 64 rollouts of each estimate its
+pass rate p; M others make the advantages, so that luck does not count on both sides. A prompt's amount is sum |A| over the tokens
+of its rollouts, or the norm of its gradient, sum_i A_i grad log pi(y_i). The share of a bin of pass rate is its prompts' part of
+the total. `predicted` is what expected_abs_advantage makes of the pass rates alone. All methods are applied to the same rollouts
+of the same policy, so they differ in their advantages only. Intervals: 95%, bootstrap over prompts within seeds.
+
+Read it in this order: 1. one checkpoint, 2. shares, 3. the command. Writes results/<name>/gradient.md and gradient.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import re
+import shlex
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from compare import SCRIPTS, markdown
+from launch import load_policy
+from run import Config, run_folder, split_rows, write_json
+from softmax_grpo import (
+    PASS_RATE_BINS,
+    Rollouts,
+    expected_abs_advantage,
+    generate,
+    group_advantages,
+    score_rollouts,
+    score_texts,
+    share_by_pass_rate,
+    stream,
+    surrogate_loss,
+)
+
+# --- 1. One checkpoint: pass rates, and what each prompt gets from each method ---
+
+RATE_ROLLOUTS = 64
+METHODS = {
+    "softmax tau 0.1": {"algo": "softmax", "tau": 0.1},
+    "softmax tau 0.3": {"algo": "softmax", "tau": 0.3},
+    "softmax tau 1": {"algo": "softmax", "tau": 1.0},
+    "maxrl": {"algo": "maxrl"},
+    "grpo": {"algo": "grpo"},
+    "reinforce": {"algo": "reinforce"},
+}
+
+
+def measure(config: Config, step: int, num_prompts: int) -> dict[str, Any]:
+    """Per prompt its pass rate and, for each method, predicted |A|, |A| over tokens and gradient norm, at the checkpoint of
+    that step (0: the start). Kept in the run's folder, and read from there the next time.
+    """
+    path = run_folder(config) / f"gradient-{step}-{num_prompts}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    torch.set_num_threads(1)
+    task = SCRIPTS[config.task].TASKS[config.task](config)
+    policy = load_policy(config, task)
+    model = policy.model.float()
+    if step:
+        saved = type(model).from_pretrained(run_folder(config) / f"checkpoint-{step}", dtype=torch.float32)
+        model.load_state_dict(saved.state_dict())
+    model.to(config.device).eval()
+    rows = split_rows(task, dataclasses.replace(config, test_prompts=num_prompts))[2]
+    methods = {
+        name: dataclasses.replace(config, target_ess=0.0, **change) for name, change in METHODS.items()
+    }
+    found: dict[str, Any] = {
+        "rate": [],
+        **{name: {"predicted": [], "tokens": [], "norm": []} for name in methods},
+    }
+    generator = stream(config, "gradient table", step, torch.device(config.device))
+    size, cap = config.group_size, task.max_new_tokens
+    for begin in range(0, len(rows), 16):
+        some = rows[begin : begin + 16]
+        prompts = [task.prompt(row) for row in some]
+        others = generate(*policy, prompts, RATE_ROLLOUTS, cap, config.temperature, generator)
+        rates = score_texts(task, others.texts, some, RATE_ROLLOUTS)[1].mean(-1)  # (P,)
+        rollouts = generate(*policy, prompts, size, cap, config.temperature, generator)
+        rewards = score_texts(task, rollouts.texts, some, size)[0]  # (P, M)
+        lengths = rollouts.lengths.view(-1, size).cpu()  # (P, M)
+        products = [
+            gradient_products(model, rollouts, prompt, config)
+            if rewards[prompt].std() > 0
+            else torch.zeros(size, size)
+            for prompt in range(len(some))
+        ]
+        found["rate"] += rates.tolist()
+        # Never failing in 64 tries does not mean never failing: half a success and half a failure more.
+        careful_rates = (rates * RATE_ROLLOUTS + 0.5) / (RATE_ROLLOUTS + 1)
+        for name, settings in methods.items():
+            advantages = group_advantages(rewards, settings).double()  # (P, M)
+            predicted = expected_abs_advantage(
+                careful_rates, size, lambda r, s=settings: group_advantages(r, s)
+            )
+            found[name]["predicted"] += predicted.tolist()
+            found[name]["tokens"] += (advantages.abs() * lengths).sum(-1).tolist()
+            found[name]["norm"] += [
+                float((a @ p.double() @ a).clamp(min=0).sqrt()) for a, p in zip(advantages, products)
+            ]
+    write_json(path, found)
+    return found
+
+
+def gradient_products(model: Any, rollouts: Rollouts, prompt: int, config: Config) -> Tensor:
+    """(M, M) inner products of the gradients of log pi(y_i) over one prompt's rollouts. With a group's advantages A the norm of
+    its gradient sum_i A_i grad log pi(y_i) is sqrt(A^T products A): one pass serves every method.
+    """
+    gradients = []
+    for row in range(prompt * config.group_size, (prompt + 1) * config.group_size):
+        rows = torch.tensor([row])
+        logprobs = score_rollouts(model, rollouts, rows, config.temperature)  # (1, T)
+        one, mask = torch.ones(1, device=logprobs.device), rollouts.mask[rows, : logprobs.shape[1]]
+        no_clip = {"clip_low": None, "clip_high": None, "aggregation": "sum"}
+        loss, _ = surrogate_loss(logprobs, logprobs.detach(), one, mask, **no_clip)
+        parts = torch.autograd.grad(loss, list(model.parameters()))
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    stacked = torch.stack(gradients)  # (M, weights)
+    return (stacked @ stacked.T).cpu()
+
+
+# --- 2. Shares of the bins, with intervals ---
+
+
+def shares_with_intervals(found: list[dict[str, Any]], resamples: int = 1000) -> dict[str, list[list[float]]]:
+    """label -> [share, low, high] of each bin; the prompts themselves, and of each method abs(A) over tokens, what was predicted
+    for it, and the gradient norm. found: one `measure` per seed; prompts are drawn again within seeds.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rates = [torch.tensor(run["rate"]) for run in found]
+    picks = []  # (resamples + 1, n) of each seed; the first row takes every prompt once
+    for rate in rates:
+        drawn = torch.randint(len(rate), (resamples, len(rate)), generator=generator)
+        picks.append(torch.cat([torch.arange(len(rate))[None], drawn]))
+    amounts = {"prompts": [torch.ones_like(rate) for rate in rates]}
+    for name in METHODS:
+        for key, label in {
+            "tokens": "abs(A) over tokens",
+            "predicted": "predicted",
+            "norm": "gradient norm",
+        }.items():
+            amounts[f"{name}, {label}"] = [torch.tensor(run[name][key]) for run in found]
+    rate = torch.cat(
+        [rate[pick] for rate, pick in zip(rates, picks)], -1
+    )  # (resamples + 1, prompts of all seeds)
+    table = {}
+    for label, amount in amounts.items():
+        drawn = torch.cat([a[pick] for a, pick in zip(amount, picks)], -1)
+        shares = torch.stack([share_by_pass_rate(r, a) for r, a in zip(rate, drawn)])  # (resamples + 1, 5)
+        low, high = torch.quantile(shares[1:], torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
+        table[label] = [list(cell) for cell in zip(shares[0].tolist(), low.tolist(), high.tolist())]
+    return table
+
+
+# --- 3. The command ---
+
+
+def read_config(folder: Path) -> Config:
+    """The settings of a finished run. ValueError if the folder holds none."""
+    if not (folder / "summary.json").exists():
+        raise ValueError(f"{folder} holds no finished run")
+    stored = json.loads((folder / "config.json").read_text())
+    names = {field.name for field in dataclasses.fields(Config)}
+    config = Config(
+        **{name: value for name, value in stored.items() if name in names}, out=str(folder.parent)
+    )
+    if run_folder(config) != folder:
+        raise ValueError(
+            f"{folder} does not have the name that its settings give it: it was renamed, or made by another version"
+        )
+    return config
+
+
+def kept_steps(folder: Path) -> list[int]:
+    steps = sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+    if not steps:
+        raise ValueError(f"{folder} has kept no checkpoints: run it with --keep-checkpoints")
+    return steps
+
+
+def arm_name(config: Config) -> str:
+    """What a run's policy was trained with, without its seed."""
+    return re.sub(r"-seed\d+-.*", "", run_folder(config).name) + (
+        f" tau {config.tau:g}" if config.algo == "softmax" else ""
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="run folders with kept checkpoints, seeds of one arm or of several"
+    )
+    parser.add_argument("--prompts", type=int, default=128, help="test prompts of each run (default: 128)")
+    parser.add_argument("--jobs", type=int, default=2, help="checkpoints measured at a time (default: 2)")
+    parser.add_argument("--results", default="results", help="folder of the results (default: results)")
+    parser.add_argument("--name", required=True, help="of the comparison that the runs belong to")
+    args = parser.parse_args()
+    arms: dict[str, list[Config]] = {}
+    for folder in args.runs:
+        config = read_config(folder)
+        arms.setdefault(arm_name(config), []).append(config)
+    steps = {name: kept_steps(run_folder(configs[0])) for name, configs in arms.items()}
+    # All arms of a seed start from the same policy: measure it once.
+    wanted = {("warm start", 0): next(iter(arms.values()))}
+    wanted |= {(name, step): configs for name, configs in arms.items() for step in steps[name]}
+    tables: dict[str, Any] = {}
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        pending = {
+            (name, step): [pool.submit(measure, config, step, args.prompts) for config in configs]
+            for (name, step), configs in wanted.items()
+        }
+        for (name, step), jobs in tqdm(pending.items(), desc="gradients", unit="checkpoint"):
+            title = f"{name}, step {step}" if step else name
+            tables[title] = shares_with_intervals([job.result() for job in jobs])
+    bins = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(PASS_RATE_BINS)]
+    command = shlex.join(["python", "gradient_table.py", *sys.argv[1:]])
+    lines = [f"# {args.name}: shares of the gradient by pass rate, in %", "", f"    {command}", ""]
+    seeds = len(next(iter(arms.values())))
+    lines += [
+        f"{args.prompts} test prompts a seed, {seeds} seeds, 95% intervals; the protocol stands in gradient_table.py.",
+        "",
+    ]
+    for title, table in tables.items():
+        body = [
+            [label, *(f"{100 * share:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for share, low, high in row)]
+            for label, row in table.items()
+        ]
+        lines += [f"## Policy: {title}", "", *markdown(["pass rate", *bins], body), ""]
+    folder = Path(args.results) / args.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gradient.md").write_text("\n".join(lines))
+    write_json(folder / "gradient.json", {"command": command, "tables": tables})
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
