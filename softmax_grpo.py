@@ -682,8 +682,8 @@ def evaluate(
     policy: Policy, task: Task, rows: list[dict], config: Config, reference: Any, generator: torch.Generator
 ) -> dict[str, Any]:
     """Figures on `rows`: greedy accuracy, and from `config.eval_samples` sampled completions a prompt pass@k and reward,
-    each [value, low, high] over prompts; truncated share, mean length, KL(policy || reference) per token, and the
-    gradient budget.
+    each [value, low, high] over prompts; truncated share, mean length, KL(policy || reference) per token (0 without a
+    reference), and the gradient budget.
     """
     samples, parts, texts = config.eval_samples, defaultdict(list), []
     at_once = max(1, config.rollout_rows // samples)
@@ -699,7 +699,8 @@ def evaluate(
         parts["correct"].append(correct)
         parts["lengths"].append(rollouts.lengths.view(-1, samples).float().cpu())
         parts["truncated"].append(rollouts.truncated.float().cpu())
-        for batch in microbatches(torch.arange(len(rollouts.lengths)), rollouts, config.microbatch_tokens):
+        everything = torch.arange(0 if reference is None else len(rollouts.lengths))
+        for batch in microbatches(everything, rollouts, config.microbatch_tokens):
             log_ratio = score_rollouts(reference, rollouts, batch, config.temperature)
             log_ratio = (
                 log_ratio - rollouts.logprobs[batch, : log_ratio.shape[1]]
@@ -715,7 +716,7 @@ def evaluate(
         **{name: mean_interval(values) for name, values in means.items()},
         "truncated": whole["truncated"].mean().item(),
         "length": lengths.mean().item(),
-        "kl": max(0.0, (sum(parts["kl"]) / lengths.sum()).item()),  # >= 0 but for rounding
+        "kl": max(0.0, float(sum(parts["kl"]) / lengths.sum())),  # >= 0 but for rounding
         "budget": gradient_budget(rewards, correct, lengths, config),
         "report": {name: float(value) for name, value in report.items()},
     }
@@ -804,7 +805,8 @@ def train(policy: Policy, task: Task, config: Config) -> dict[str, Any]:
 
     def measure(rows: list[dict], name: str, step: int, seconds: dict) -> dict[str, Any]:
         with clock(seconds, "evaluation", device), autocast():
-            result = evaluate(policy, task, rows, config, reference, stream(config, name, step, device))
+            start = reference if step else None  # before the first step the policy is the reference
+            result = evaluate(policy, task, rows, config, start, stream(config, name, step, device))
         return run.show(f"{name} after {step} steps", result)
 
     if run.step == 0:

@@ -2330,15 +2330,20 @@ def test_a_run_from_the_outside_killed_interrupted_and_resumed(tmp_path):
 
 
 def test_readme_commands_exist():
-    commands = re.findall(
-        r"^ +(?:OMP_NUM_THREADS=1 )?python (\w+\.py)(.*)$", (HERE / "README.md").read_text(), re.MULTILINE
-    )
-    assert ("train_countdown.py", "") in [(script, rest.split("#")[0].strip()) for script, rest in commands]
-    for script, rest in commands:
+    """Every command in the documents parses: scripts, flags, values."""
+    text = "".join((HERE / name).read_text() for name in ("README.md", "compare.py"))
+    commands = re.findall(r"^ +(?:OMP_NUM_THREADS=1 )?python (\w+\.py)(.*)$", text, re.MULTILINE)
+    without_comment = [(script, re.split(r"#|  {2}", rest.strip())[0].split()) for script, rest in commands]
+    assert ("train_gsm8k.py", []) in without_comment and ("train_countdown.py", []) in without_comment
+    scripts = {Path(script.__file__).name: script for script in (train_countdown, train_gsm8k, train_textgen)}
+    for script, arguments in without_comment:
         assert (HERE / script).is_file(), script
-        arguments = rest.split("#")[0].split()
-        if script == "train_countdown.py" and "--help" not in arguments:
-            launch.parse_config(*COUNTDOWN, [a for a in arguments])
+        if "--help" in arguments:
+            continue
+        if script in scripts:
+            launch.parse_config(list(scripts[script].TASKS), scripts[script].PRESETS, "", arguments)
+        if script == "compare.py":
+            assert compare.make_arms(compare.parse_arguments(arguments))
 
 
 def test_readme_library_example_runs_as_pasted(tmp_path):
