@@ -4,7 +4,6 @@
     python compare.py countdown --vary lr 1e-4 3e-4 1e-3 --select pass@1 --name learning-rate     at each method's best
     python compare.py countdown --algos softmax grpo --vary exact no yes --name exact             any setting of a run
     python compare.py countdown --algos softmax --target-ess 2 3 4 --name ess                     temperature per group
-    python compare.py countdown --equal-step --name equal-step              learning rates that make the mean |A| agree
 
 Every other flag is handed to the training script of the task (`--steps 100`, `--model DIR`, ...). There is no training loop
 here: an arm is one command of that script, and it can be run by hand. Runs live in `runs/compare/` and are shared by all
@@ -70,9 +69,9 @@ def make_arms(args: argparse.Namespace) -> list[Arm]:
         if algo != "softmax":
             methods.append((algo, ["--algo", algo]))
             continue
-        methods += [(f"softmax tau {tau:g}", ["--algo", algo, "--tau", f"{tau:g}"]) for tau in args.tau]
+        methods += [(f"softmax tau {tau}", ["--algo", algo, "--tau", str(tau)]) for tau in args.tau]
         methods += [
-            (f"softmax ESS {ess:g}", ["--algo", algo, "--target-ess", f"{ess:g}"]) for ess in args.target_ess
+            (f"softmax ESS {ess}", ["--algo", algo, "--target-ess", str(ess)]) for ess in args.target_ess
         ]
     arms = []
     for method, flags in methods:
@@ -83,6 +82,9 @@ def make_arms(args: argparse.Namespace) -> list[Arm]:
                 text for setting, value in settings for text in (f"--{setting.replace('_', '-')}", value)
             ]
             arms.append(make_arm(args, name, method, [*flags, *varied]))
+    folders = [run_folder(config) for arm in arms for config in arm.runs]
+    if len(set(folders)) < len(folders) or len({arm.name for arm in arms}) < len(arms):
+        raise ValueError(f"some of these arms are the same run: {'; '.join(arm.name for arm in arms)}")
     return arms
 
 
@@ -97,7 +99,8 @@ def make_arm(args: argparse.Namespace, name: str, method: str, flags: Sequence[s
 
 def noise_arm(args: argparse.Namespace, arm: Arm) -> Arm:
     """The same arm with other random rollouts and another order of prompts: what it differs by is noise."""
-    return make_arm(args, f"{arm.name} (again)", "noise", [*arm.flags, "--replicate", "1"])
+    replicate = str(arm.runs[0].replicate + 1)
+    return make_arm(args, f"{arm.name} (again)", "noise", [*arm.flags, "--replicate", replicate])
 
 
 def run_flags(args: argparse.Namespace, flags: Sequence[str], seed: int) -> list[str]:
@@ -108,22 +111,22 @@ def run_flags(args: argparse.Namespace, flags: Sequence[str], seed: int) -> list
 # --- 2. Running them: two at a time, one thread each; finished runs are not run again ---
 
 
-def run_all(args: argparse.Namespace, arms: list[Arm]) -> None:
-    """All runs of all arms. ValueError at the end, with the last lines of their output, if some have failed."""
+def run_all(args: argparse.Namespace, arms: list[Arm]) -> dict[str, str]:
+    """All runs of all arms. Returns what went wrong, by the name of the arm: the command and the end of its output."""
     # Arm by arm, so that by the time the second arm starts, the first has made the warm start of every seed.
     jobs = [(arm, seed) for arm in arms for seed in range(args.seeds)]
-    failures: list[str] = []
+    failures: dict[str, str] = {}
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), desc=args.name, unit="run") as bar:
-        for failure in pool.map(lambda job: run_one(args, *job), jobs):
-            failures += [failure] if failure else []
+        for (arm, _), failure in zip(jobs, pool.map(lambda job: run_one(args, *job), jobs)):
+            if failure:
+                failures[arm.name] = failure
             bar.update()
-    if failures:
-        raise ValueError(f"{len(failures)} of {len(jobs)} runs failed:\n" + "\n".join(failures))
+    return failures
 
 
 def run_one(args: argparse.Namespace, arm: Arm, seed: int) -> str:
     """One run, as a process of its own; its files without the checkpoint go to results. Returns what went wrong, if anything."""
-    folder = arm.folder(seed)
+    folder, config = arm.folder(seed), arm.runs[seed]
     if not (folder / "summary.json").exists():
         log = folder.with_name(f"{folder.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -137,6 +140,8 @@ def run_one(args: argparse.Namespace, arm: Arm, seed: int) -> str:
             )
         if finished.returncode:
             return f"{shlex.join(run_command(args, arm, seed))}\n{log.read_text()[-500:]}"
+    if config.keep_checkpoints and not list(folder.glob("checkpoint-*")):
+        return f"{folder} was made without --keep-checkpoints: delete it, and it will be made again"
     record = args.folder / "runs" / folder.name
     record.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "metrics.jsonl", "summary.json"):
@@ -159,12 +164,12 @@ def t_interval(values: list[float]) -> list[float]:
 
 
 def t_test(differences: list[float]) -> float:
-    """Two-sided p-value of Student's t test that the mean of paired differences is 0. NaN for a single one."""
+    """Two-sided p-value of Student's t test that the mean of paired differences is 0. NaN where there is no spread to judge by."""
     mean, error = mean_and_error(differences)
     if len(differences) < 2:
         return math.nan
-    if error == 0:
-        return 1.0 if mean == 0 else 0.0
+    if error < 1e-9:  # all equal: evidence of ties on the grid of accuracies, not of certainty
+        return 1.0 if abs(mean) < 1e-9 else math.nan
     freedom = len(differences) - 1
     # P(|T| > t) = I_x(freedom / 2, 1/2) at x = freedom / (freedom + t^2), the regularised incomplete beta function.
     x = freedom / (freedom + (mean / error) ** 2)
@@ -210,7 +215,7 @@ DIAGNOSTICS = {
     "grad_norm": "gradient norm",
     "clip_ratio/low_mean": "clipped low",
     "clip_ratio/high_mean": "clipped high",
-    "ratio_max": "largest ratio",
+    "ratio_max": "largest ratio of a step",
     "kl_old": "KL of a batch",
     "entropy": "entropy",
 }
@@ -222,7 +227,10 @@ def read_runs(args: argparse.Namespace, arm: Arm) -> list[dict[str, Any]]:
     for seed in range(args.seeds):
         folder = arm.folder(seed)
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        runs.append({**json.loads((folder / "summary.json").read_text()), "metrics": metrics})
+        summary, config = (
+            json.loads((folder / name).read_text()) for name in ("summary.json", "config.json")
+        )
+        runs.append({**summary, "config": config, "metrics": metrics})
     return runs
 
 
@@ -235,12 +243,23 @@ def figure_of(result: dict[str, Any], metric: str) -> float | None:
 def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseline: Arm) -> dict[str, Any]:
     """Everything that the tables and figures show."""
     runs = {arm.name: read_runs(args, arm) for arm in [*arms, *([noise] if noise else [])]}
-    first = runs[arms[0].name][0]["end"]
-    metrics = [metric for metric in METRICS if figure_of(first, metric) is not None]
-    if (
-        runs[arms[0].name][0]["end"]["reward"] == first["pass@1"]
-    ):  # a right-or-wrong reward says the same twice
-        metrics.remove("reward")
+    everything = [run for arm_runs in runs.values() for run in arm_runs]
+    for seed in range(args.seeds):
+        if len({arm_runs[seed]["config"]["data"] for name, arm_runs in runs.items()}) > 1:
+            raise ValueError(
+                f"the runs of seed {seed} were made from different data: delete the old ones in {args.runs}"
+            )
+    metrics = []
+    for metric in METRICS:
+        ends = [figure_of(run["end"], metric) for run in everything]
+        right_or_wrong = metric == "reward" and all(
+            math.isclose(value, figure_of(run["end"], "pass@1"), abs_tol=1e-6)
+            for value, run in zip(ends, everything)
+            if value is not None
+        )
+        # Left out: what some arm does not have, what never differs, and a reward that says the same as pass@1.
+        if None not in ends and len(set(ends)) > 1 and not right_or_wrong:
+            metrics.append(metric)
 
     def figures(name: str, metric: str, when: str = "end") -> list[float]:
         return [figure_of(run[when], metric) for run in runs[name]]
@@ -256,6 +275,9 @@ def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseli
         }
 
     table: dict[str, Any] = {"metrics": metrics, "seeds": args.seeds, "baseline": baseline.name, "arms": {}}
+    starts = [[figure_of(run["start"], "pass@1") for run in runs[arm.name]] for arm in arms]
+    table["same_start"] = all(start == starts[0] for start in starts)
+    table["commits"] = sorted({run["config"]["versions"]["commit"] for run in everything})
     table["start"] = {metric: t_interval(figures(arms[0].name, metric, "start")) for metric in metrics}
     for name, arm_runs in runs.items():
         steps = [[line for line in run["metrics"] if line["step"] > 0] for run in arm_runs]
@@ -281,8 +303,10 @@ def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseli
     cells = [table["differences"][name][metric] for name in others for metric in metrics]
     for cell, p in zip(cells, holm([cell["p"] for cell in cells])):
         cell["p_holm"] = p
-        # A claim: it survives the number of comparisons, and no seed disagrees.
-        cell["claim"] = p < 0.05 and max(cell["seeds_up"], cell["seeds_down"]) == args.seeds
+        # A claim: enough seeds, it survives the number of comparisons, and no seed disagrees.
+        cell["claim"] = (
+            args.seeds >= 4 and p < 0.05 and max(cell["seeds_up"], cell["seeds_down"]) == args.seeds
+        )
     return table
 
 
@@ -296,7 +320,7 @@ def choose(args: argparse.Namespace, arms: list[Arm]) -> tuple[list[Arm], dict[s
         last = [run["metrics"][-1]["validation"] for run in read_runs(args, arm)]
         values = [figure_of(result, args.select) for result in last]
         if None in values:
-            raise ValueError(f"--select {args.select}: the evaluation has no such figure")
+            raise ValueError(f"--select {args.select}: this task has no such figure")
         score = sum(values) / len(values)
         scores.setdefault(arm.method, {})[arm.name] = score
         if arm.method not in best or score > best[arm.method][0]:
@@ -317,11 +341,21 @@ def write_tables(args: argparse.Namespace, table: dict[str, Any], command: str) 
     lines += markdown(
         ["", *metrics], [[name, *(show(row[m]) for m in metrics)] for name, row in rows.items()]
     )
+    if not table["same_start"]:
+        lines += [
+            "",
+            "The arms do **not** share their start: the row of the warm start is that of the first arm only.",
+        ]
+    if len(table["commits"]) > 1:
+        lines += ["", f"The runs were made by different versions of the code: {', '.join(table['commits'])}."]
     lines += [
         "",
         f"Difference from {table['baseline']}, paired by seed [95% interval], p after Holm's correction over this table;",
     ]
-    lines += ["**bold** where p < 0.05 and all seeds agree in sign. Everything else is not claimed.", ""]
+    lines += [
+        "**bold** where p < 0.05 and all of at least four seeds agree in sign. Everything else is not claimed.",
+        "",
+    ]
     body = []
     for name, row in table["differences"].items():
         cells = [f"{show(row[m]['interval'], '+')} p {row[m]['p_holm']:.2g}" for m in metrics]
@@ -335,13 +369,15 @@ def write_tables(args: argparse.Namespace, table: dict[str, Any], command: str) 
         )
     lines += markdown(["", *metrics], body)
     if "validation" in table:
-        lines += ["", f"Chosen by {args.select} on validation prompts, mean over seeds:", ""]
+        lines += [
+            "",
+            f"Chosen by {args.select} on validation prompts, mean over the same seeds. (A chosen arm's luck in training is",
+        ]
+        lines += ["in its test figures, too: they are a little too high, for all methods alike.)", ""]
         for method, scores in table["validation"].items():
-            listed = ", ".join(
-                f"{name.removeprefix(method).lstrip(', ') or name} {score:.3f}"
-                for name, score in scores.items()
-            )
-            lines.append(f"- {method}: {listed}")
+            lines.append(f"- {method}: {', '.join(f'{name} {score:.3f}' for name, score in scores.items())}")
+        if table["failed"]:
+            lines += ["", f"Broken down, and so not chosen: {', '.join(table['failed'])}."]
     lines += ["", "Means over all steps (and at the end on test prompts):", ""]
     names = list(next(iter(table["arms"].values()))["diagnostics"])
     lines += markdown(
@@ -351,7 +387,7 @@ def write_tables(args: argparse.Namespace, table: dict[str, Any], command: str) 
     minutes = sum(arm["seconds"] for arm in table["arms"].values()) / 60
     lines += [
         "",
-        f"All runs of this table together: {minutes:.0f} minutes of one core, after the warm starts.",
+        f"Training and evaluation of the arms shown: {minutes:.0f} minutes, {args.threads} thread(s) a run, without warm starts.",
     ]
     (args.folder / "table.md").write_text("\n".join(lines) + "\n")
 
@@ -371,30 +407,43 @@ COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 
 def draw_curves(args: argparse.Namespace, arms: list[Arm], metrics: list[str]) -> None:
-    """curves.png: validation figures against steps, the warm start included; means over seeds with 95% intervals."""
+    """Validation figures, the warm start included, means over seeds: curves.png against steps, with 95% intervals; distance.png
+    against KL(policy || start). The same step is not the same distance for every method (the advantages differ in size, and
+    AdamW undoes a part of that), so the second figure compares what methods have reached after going equally far.
+    """
+    colors = dict(zip([arm.name for arm in arms], itertools.cycle(COLORS)))
     panels = [*metrics, "kl", "length"]
-    columns = math.ceil(len(panels) / 2)
-    figure = Figure(figsize=(4.6 * columns, 7.5), layout="constrained")
-    for axes, metric in zip(figure.subplots(2, columns).flat, panels):
-        for arm, color in zip(arms, itertools.cycle(COLORS)):
-            runs = [
-                {
-                    line["step"]: figure_of(line["validation"], metric)
-                    for line in run["metrics"]
-                    if "validation" in line
-                }
-                for run in read_runs(args, arm)
-            ]
-            steps = sorted(runs[0])
-            mean, low, high = zip(*(t_interval([run[step] for run in runs]) for step in steps))
-            axes.plot(steps, mean, color=color, label=arm.name, marker="o", markersize=3)
-            axes.fill_between(steps, low, high, color=color, alpha=0.12)
-        axes.set_title("KL(policy || start), nats per token" if metric == "kl" else metric)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
-    figure.suptitle(f"{args.task}: validation prompts, mean over {args.seeds} seeds, 95% intervals")
-    figure.savefig(args.folder / "curves.png", dpi=100)
+    found: dict[str, dict[int, dict[str, list[float]]]] = {}  # arm -> step -> metric -> interval
+    for arm in arms:
+        by_step: dict[int, list[dict]] = {}
+        for run in read_runs(args, arm):
+            for line in run["metrics"]:
+                if "validation" in line:
+                    by_step.setdefault(line["step"], []).append(line["validation"])
+        found[arm.name] = {
+            step: {metric: t_interval([figure_of(result, metric) for result in results]) for metric in panels}
+            for step, results in by_step.items()
+        }
+    for file, shown in (("curves.png", panels), ("distance.png", metrics)):
+        columns = math.ceil(len(shown) / 2)
+        figure = Figure(figsize=(4.6 * columns, 7.5), layout="constrained")
+        for axes, metric in zip(figure.subplots(2, columns, squeeze=False).flat, shown):
+            for name, by_step in found.items():
+                mean, low, high = zip(*(result[metric] for result in by_step.values()))
+                x = (
+                    list(by_step)
+                    if file == "curves.png"
+                    else [result["kl"][0] for result in by_step.values()]
+                )
+                axes.plot(x, mean, color=colors[name], label=name, marker="o", markersize=3)
+                if file == "curves.png":
+                    axes.fill_between(x, low, high, color=colors[name], alpha=0.12)
+            axes.set_title("KL(policy || start), nats per token" if metric == "kl" else metric)
+            axes.set_xlabel("step" if file == "curves.png" else "KL(policy || start), nats per token")
+            axes.grid(alpha=0.3)
+        figure.axes[0].legend(fontsize="small")
+        figure.suptitle(f"{args.task}: validation prompts, mean over {args.seeds} seeds")
+        figure.savefig(args.folder / file, dpi=100)
 
 
 def draw_differences(args: argparse.Namespace, table: dict[str, Any]) -> None:
@@ -425,75 +474,54 @@ def draw_differences(args: argparse.Namespace, table: dict[str, Any]) -> None:
 
 # --- 6. The command ---
 
+OURS = ("--seed", "--task", "--out", "--resume", "--replicate")  # what compare.py sets for every run
+
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """The command line, checked. What is not compare.py's own goes to args.shared: flags of the training script."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    several = {"nargs": "+", "default": []}
     parser.add_argument("task", choices=list(SCRIPTS))
     parser.add_argument("--algos", nargs="+", choices=list(ADVANTAGES), default=list(ADVANTAGES))
-    parser.add_argument(
-        "--tau", nargs="+", type=float, default=[0.1], help="temperatures of softmax (default: 0.1)"
-    )
-    parser.add_argument(
-        "--target-ess", nargs="+", type=float, default=[], help="softmax with a temperature per group, too"
-    )
+    parser.add_argument("--tau", **several, type=float, help="temperatures of softmax (default: the task's)")
+    parser.add_argument("--target-ess", **several, type=float, help="softmax with a temperature per group")
     parser.add_argument(
         "--vary", nargs="+", action="append", default=[], metavar=("SETTING", "VALUE"),
         help="a setting of the training script and its values; more than once: all combinations",
     )  # fmt: skip
     parser.add_argument(
-        "--select",
-        metavar="METRIC",
-        help="show each method only at its best on validation prompts by this figure",
+        "--select", choices=METRICS, help="show each method only at its best on validation prompts by this"
     )
     parser.add_argument(
-        "--equal-step", action="store_true", help="scale the learning rates so that the mean |A| agrees"
+        "--against", help="the arm that the others are compared with (default: grpo, else the first)"
     )
-    parser.add_argument(
-        "--against", help="name of the arm that the others are compared with (default: grpo, else the first)"
-    )
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to this (default: 5)")
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on, at least 2 (default: 5)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; 1 on one GPU (default: 2)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (default: 1)")
-    parser.add_argument(
-        "--runs",
-        default="runs/compare",
-        help="folder of the runs with their checkpoints (default: runs/compare)",
-    )
+    parser.add_argument("--runs", default="runs/compare", help="where the runs live (default: runs/compare)")
     parser.add_argument("--results", default="results", help="folder of the results (default: results)")
-    parser.add_argument("--name", help="of this comparison (default: the task)")
-    args, args.shared = parser.parse_known_args(
-        arguments
-    )  # what is not ours, the training script understands
-    args.name = args.name or args.task
+    parser.add_argument("--name", help="of this comparison (default: compare-<task>)")
+    args, args.shared = parser.parse_known_args(arguments)
+    args.name = args.name or f"compare-{args.task}"
     args.folder = Path(args.results) / args.name
-    for name in ("seeds", "jobs", "threads"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.name in (".", "..") or "/" in args.name or "\\" in args.name:
+        raise ValueError(f"--name {args.name}: expected the name of a folder, not a path")
+    for name, bound in (("seeds", 2), ("jobs", 1), ("threads", 1)):
+        if getattr(args, name) < bound:
+            raise ValueError(f"--{name} must be at least {bound}, got {getattr(args, name)}")
+    for setting, *values in args.vary:
+        if not values:
+            raise ValueError(f"--vary {setting} needs the values to try")
+    given = {flag.split("=")[0] for flag in args.shared} | {f"--{setting}" for setting, *_ in args.vary}
+    if given & set(OURS):
+        raise ValueError(f"{', '.join(sorted(given & set(OURS)))}: compare.py sets this itself (--seeds N)")
+    if not args.tau and not args.target_ess:
+        script = SCRIPTS[args.task]
+        preset = parse_config(list(script.TASKS), script.PRESETS, "", run_flags(args, [], 0))
+        args.tau = [preset.tau]
     return args
-
-
-def equal_step_arms(args: argparse.Namespace, arms: list[Arm], baseline: Arm) -> list[Arm]:
-    """The arms with learning rates times (mean |A| of the baseline's runs) / (mean |A| of their own)."""
-
-    def size(arm: Arm) -> float:
-        values = [
-            line["mean_abs_advantage"]
-            for run in read_runs(args, arm)
-            for line in run["metrics"]
-            if line["step"] > 0
-        ]
-        return sum(values) / len(values)
-
-    scaled = []
-    for arm in arms:
-        lr = f"{arm.runs[0].lr * size(baseline) / size(arm):.3g}"
-        same = arm is baseline
-        scaled.append(
-            arm if same else make_arm(args, f"{arm.name}, lr {lr}", arm.method, [*arm.flags, "--lr", lr])
-        )
-    return scaled
 
 
 def main() -> None:
@@ -502,20 +530,32 @@ def main() -> None:
     names = [arm.name for arm in arms]
     if args.against and args.against not in names:
         raise ValueError(f"--against {args.against}: the arms are {', '.join(names)}")
+    if args.select and args.select.startswith("pass@"):
+        samples = min(config.eval_samples for arm in arms for config in arm.runs)
+        if int(args.select.removeprefix("pass@")) > samples:
+            raise ValueError(
+                f"--select {args.select} needs --eval-samples of at least as many, got {samples}"
+            )
     args.folder.mkdir(parents=True, exist_ok=True)
-    run_all(args, arms)
+    failures = run_all(args, arms)
     table: dict[str, Any] = {}
     if args.select:
-        arms, table["validation"] = choose(args, arms)
+        # A setting at which a run breaks down is not the best one.
+        table["failed"] = list(failures)
+        arms, table["validation"] = choose(args, [arm for arm in arms if arm.name not in failures])
+        if args.against and args.against not in [arm.name for arm in arms]:
+            raise ValueError(
+                f"--against {args.against}: not chosen; chosen are {', '.join(arm.name for arm in arms)}"
+            )
+    elif failures:
+        raise ValueError("some runs failed:\n" + "\n".join(failures.values()))
     baseline = next(
         (arm for arm in arms if arm.name == args.against),
         next((arm for arm in arms if arm.method == "grpo"), arms[0]),
     )
-    if args.equal_step:
-        arms = equal_step_arms(args, arms, baseline)
-        run_all(args, arms)
     noise = noise_arm(args, next((arm for arm in arms if arm.method.startswith("softmax")), arms[0]))
-    run_all(args, [noise])
+    if failures := run_all(args, [noise]):
+        raise ValueError("some runs failed:\n" + "\n".join(failures.values()))
     table |= compare(args, arms, noise, baseline)
     write_tables(args, table, shlex.join(["python", "compare.py", *sys.argv[1:]]))
     draw_curves(args, arms, table["metrics"])

@@ -261,12 +261,12 @@ class RunFolder:
         seconds = {"total": time.time() - self.began, **self.seconds}
         state = {"step": step, "start": self.start, "summary": self.summary, "seconds": seconds}
         torch.save({**state, "optimizer": optimizer.state_dict()}, new / "trainer.pt")
+        if self.config.keep_checkpoints:  # first, so that no resumed run can lack one
+            policy.model.save_pretrained(self.path / f"checkpoint-{step}")
         if current.exists():
             current.rename(old)
         new.rename(current)
         shutil.rmtree(old, ignore_errors=True)
-        if self.config.keep_checkpoints:
-            policy.model.save_pretrained(self.path / f"checkpoint-{step}")
 
     def finish(self, policy: Policy, optimizer: torch.optim.Optimizer, end: dict[str, Any]) -> None:
         seconds = {"total": time.time() - self.began, **self.seconds}

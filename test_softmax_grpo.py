@@ -2374,7 +2374,9 @@ def test_student_t_matches_its_table():
     assert (mean, high - mean, mean - low) == pytest.approx((3, 1.9632, 1.9632), abs=1e-4)
     # A mean at the edge of its interval is the one with p = 0.05.
     assert compare.t_test([x - low for x in (1.0, 2.0, 3.0, 4.0, 5.0)]) == pytest.approx(0.05)
-    assert compare.t_test([0.5, 0.5]) == 0 and compare.t_test([0.0, 0.0]) == 1
+    assert compare.t_test([0.0, 0.0]) == 1
+    # Equal differences are a coincidence on the grid of accuracies, not certainty (and float dust is no spread).
+    assert math.isnan(compare.t_test([0.504 - 0.5, 0.604 - 0.6]))
     assert math.isnan(compare.t_test([0.5])) and math.isnan(compare.t_interval([0.5])[1])
 
 
@@ -2412,7 +2414,7 @@ def test_arms_are_all_combinations_and_share_their_warm_start_settings(tmp_path)
     arms = compare.make_arms(args)
     assert len(arms) == 4 * 2 * 2 and len({arm.name for arm in arms}) == 16
     assert "softmax tau 0.1, lr 1e-4, exact yes" in [arm.name for arm in arms]
-    assert {arm.method for arm in arms} == {"softmax tau 0.1", "softmax tau 1", "softmax ESS 3", "grpo"}
+    assert {arm.method for arm in arms} == {"softmax tau 0.1", "softmax tau 1.0", "softmax ESS 3.0", "grpo"}
     runs = [config for arm in arms for config in arm.runs]
     assert len({run_folder(config) for config in runs}) == 32 and all(config.steps == 7 for config in runs)
     noise = compare.noise_arm(args, arms[0])
@@ -2459,6 +2461,7 @@ def test_comparison_recovers_a_known_difference(tmp_path):
             step = {"step": 1, "validation": result, **dict.fromkeys(compare.DIAGNOSTICS, 1.0)}
             folder = arm.folder(seed)
             folder.mkdir(parents=True)
+            run.write_json(folder / "config.json", {"data": "made up", "versions": {"commit": "none"}})
             run.write_json(
                 folder / "summary.json", {"start": result, "end": result, "seconds": {"total": 60}}
             )
@@ -2502,10 +2505,10 @@ def test_gradient_products_give_the_norm_of_the_groups_gradient(tmp_path):
 
 
 def test_shares_and_their_bootstrap_intervals():
-    one = {"rate": [0.1, 0.1, 0.95, 0.3]}
+    one = {"rate": [0.1, 0.1, 0.95, 0.3], "prompts": "of seed 0"}
     for name in gradient_table.METHODS:
         one[name] = {"tokens": [1.0, 1.0, 2.0, 0.0], "predicted": [1.0] * 4, "norm": [0.0, 0.0, 5.0, 0.0]}
-    table = gradient_table.shares_with_intervals([one, one])
+    table = gradient_table.shares_with_intervals([one, {**one, "prompts": "of seed 1"}])
     assert [cell[0] for cell in table["prompts"]] == pytest.approx([0.5, 0.25, 0, 0, 0.25])
     assert [cell[0] for cell in table["grpo, abs(A) over tokens"]] == pytest.approx([0.5, 0, 0, 0, 0.5])
     assert table["grpo, gradient norm"][4][0] == 1
@@ -2513,6 +2516,8 @@ def test_shares_and_their_bootstrap_intervals():
         assert 0 <= low <= mean <= high <= 1
     low, high = table["prompts"][0][1:]
     assert low < 0.4 and high > 0.6, "eight prompts leave much open"
+    shared = gradient_table.shares_with_intervals([one, one])["prompts"][0]
+    assert shared[2] - shared[1] > high - low, "four prompts seen by two seeds are four prompts, not eight"
 
 
 def test_compare_from_the_outside(tmp_path):
@@ -2524,7 +2529,7 @@ def test_compare_from_the_outside(tmp_path):
     first = subprocess.run(command, check=False, cwd=HERE, capture_output=True, text=True, timeout=400)
     assert first.returncode == 0, first.stderr
     names = {path.name for path in results.iterdir()}
-    assert names == {"runs", "table.md", "table.json", "curves.png", "differences.png"}
+    assert names == {"runs", "table.md", "table.json", "curves.png", "distance.png", "differences.png"}
     kept = sorted(path.name for path in (results / "runs").glob("*/*"))
     assert (
         kept == ["config.json"] * 6 + ["metrics.jsonl"] * 6 + ["summary.json"] * 6
@@ -2545,10 +2550,13 @@ def test_compare_from_the_outside(tmp_path):
     gradient = subprocess.run(command, check=False, cwd=HERE, capture_output=True, text=True, timeout=400)
     assert gradient.returncode == 0, gradient.stderr
     tables = json.loads((results / "gradient.json").read_text())["tables"]
-    assert list(tables) == ["warm start", *(f"countdown-grpo, step {step}" for step in (1, 2, 3))]
+    assert list(tables) == ["warm start", *(f"grpo, step {step}" for step in (1, 2, 3))]
     for shares in tables.values():
         assert sum(cell[0] for cell in shares["prompts"]) == pytest.approx(1)
         assert sum(cell[0] for cell in shares["maxrl, predicted"]) == pytest.approx(1)
+    twice = [*command[:2], folders[0], *command[2:]]
+    refused = subprocess.run(twice, check=False, cwd=HERE, capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 2 and "the same seeds, each once" in refused.stderr
     refused = subprocess.run(
         [*command, str(tmp_path)], check=False, cwd=HERE, capture_output=True, text=True, timeout=100
     )
@@ -2558,7 +2566,16 @@ def test_compare_from_the_outside(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--seeds", "1"], "--seeds must be at least 2"),
+        (["--seed", "3"], "--seed: compare.py sets this itself"),
+        (["--vary", "seed", "3", "4"], "--seed: compare.py sets this itself"),
+        (["--vary", "lr"], "--vary lr needs the values to try"),
+        (["--tau", "0.1", "0.10"], "some of these arms are the same run"),
+        (
+            ["--select", "pass@32", "--eval-samples", "8"],
+            "--select pass@32 needs --eval-samples of at least as many",
+        ),
+        (["--name", "../elsewhere"], "expected the name of a folder"),
         (["--algos", "grpo", "--against", "softmax"], "--against softmax: the arms are grpo"),
         (["--tau", "-1"], "tau must be finite and positive"),
     ],
