@@ -52,10 +52,11 @@ def parse_config(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     groups: dict[str, Any] = {}
+    shown = next((task for task in tasks if task in arguments), tasks[0])  # whose defaults --help shows
     for f in dataclasses.fields(Config):
         group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
         choices = tasks if f.name == "task" else f.metadata["choices"]
-        values = {name: presets[tasks[0]][name].get(f.name, f.default) for name in ("cpu", "gpu")}
+        values = {name: presets[shown][name].get(f.name, f.default) for name in ("cpu", "gpu")}
         values = {name: "none" if value in ("", None) else value for name, value in values.items()}
         same = values["cpu"] == values["gpu"]
         default = values["cpu"] if same else f"cpu: {values['cpu']}, gpu: {values['gpu']}"
@@ -76,7 +77,11 @@ def parse_config(
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device) or (device != "cpu" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device}: there is no such device here; use --device cpu")
     preset = given.setdefault("preset", "gpu" if device.startswith("cuda") else "cpu")
-    return Config(**{**presets[task][preset], **given})
+    settings = presets[task][preset]
+    if preset == "cpu" and given.get("model", "tiny") != "tiny":
+        # The tiny policy's learning rate, hundreds of times higher, would ruin a language model in a step.
+        settings = {**settings, **{name: presets[task]["gpu"][name] for name in ("lr", "lr_decay", "beta")}}
+    return Config(**{**settings, **given})
 
 
 def parse_bool(text: str) -> bool:

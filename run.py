@@ -276,7 +276,11 @@ class RunFolder:
 
     def finished(self) -> dict[str, Any]:
         """The summary, also in summary.json (again, in case a kill came between the last checkpoint and that file)."""
-        write_json(self.path / "summary.json", self.summary)
+        path = self.path / "summary.json"
+        later = (
+            json.loads(path.read_text()) if path.exists() else {}
+        )  # what a script has added: a judge's verdict
+        write_json(path, {**later, **self.summary})
         (self.path / "writer.pid").unlink(missing_ok=True)
         return self.summary
 
@@ -330,6 +334,7 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
+    found |= {"threads": str(torch.get_num_threads())}
     found |= {"transformers": transformers.__version__, "datasets": datasets.__version__}
     command = ["git", "rev-parse", "HEAD"]
     git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import decimal
+import functools
 import itertools
 import json
 import math
@@ -1156,6 +1157,16 @@ def test_only_the_rows_that_a_run_will_see_must_fit(tmp_path):
     assert passed >= 3
 
 
+def test_what_a_script_added_to_the_summary_outlives_a_resume(tmp_path):
+    config = small_config(tmp_path, steps=1)
+    core.train(small_policy(), number_task(), config)
+    path = run_folder(config) / "summary.json"
+    run.write_json(path, {**json.loads(path.read_text()), "judge": {"score": 50}})
+    config.resume = True
+    core.train(small_policy(), number_task(), config)
+    assert json.loads(path.read_text())["judge"] == {"score": 50}
+
+
 def test_two_processes_cannot_write_one_folder(tmp_path):
     config = small_config(tmp_path, steps=1)
     core.train(small_policy(), number_task(), config)
@@ -1817,6 +1828,25 @@ def test_models_that_no_gpu_can_hold_are_refused():
         run.check_memory(1_543_000_000, 24 * 2**30)
 
 
+def parse_flags(script, task: str, *flags: str) -> Config:
+    return launch.parse_config(list(script.TASKS), script.PRESETS, "", ["--task", task, *flags])
+
+
+def test_a_language_model_never_gets_the_tiny_policys_learning_rate(capsys):
+    for script in (train_countdown, train_gsm8k, train_textgen):
+        for task in script.TASKS:
+            parse = functools.partial(parse_flags, script, task)
+            tiny, real = parse("--device", "cpu"), parse("--device", "cpu", "--model", "somewhere")
+            assert tiny.lr >= 1e-4 and (real.lr, real.lr_decay, real.beta) == (1e-6, False, 1e-3)
+            assert parse("--device", "cpu", "--model", "somewhere", "--lr", "1e-5").lr == 1e-5
+            with pytest.raises(SystemExit):
+                parse("--help")
+            steps = script.PRESETS[task]["cpu"]["steps"]
+            assert f"cpu: {steps}," in " ".join(capsys.readouterr().out.split()), (
+                "--help shows the defaults of the task"
+            )
+
+
 @pytest.mark.parametrize("build", ["gsm8k", "deepmath"])
 def test_splits_are_disjoint_and_do_not_depend_on_row_order(build, tmp_path):
     make = {"gsm8k": train_gsm8k.word_problem, "deepmath": train_gsm8k.exact_question}[build]
@@ -2040,6 +2070,12 @@ def test_reward_hacking_is_flagged_only_when_measures_leave_the_references():
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_sim_is_refused_where_the_overlap_is_the_reward_already():
+    for build in (train_textgen.build_poetry, train_textgen.build_meetingbank):
+        with pytest.raises(ValueError, match="the overlap is the reward already"):
+            build(Config(reward="sim"))
 
 
 def test_poems_come_in_both_schemas_and_bad_ones_are_refused(tmp_path):

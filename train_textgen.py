@@ -251,7 +251,7 @@ ADJECTIVES = [
 
 
 def generate_poems(count: int, seed: int) -> datasets.Dataset:
-    """`count` poems with different titles, forms and themes: rhymed couplets about one theme, quatrains about two.
+    """`count` poems with different combinations of title, form and themes: rhymed couplets about one theme, quatrains about two.
 
     Columns as on the hub (title, author, poem), and form and themes. Which of a theme's two couplets a poem takes, the
     common one three times in four, is not in its prompt: so the mean reward is best served by always writing the common
@@ -278,7 +278,9 @@ def generate_poems(count: int, seed: int) -> datasets.Dataset:
 
 
 def spoiled_poem(reference: str, other: str, chooser: random.Random) -> str:
-    """What the warm start must also have seen: another poem, a line said twice, a poem cut short, function words."""
+    """What the warm start must also have seen: another poem, one line said again and again, the second half of another poem,
+    function words.
+    """
     lines = reference.split("\n")
     kind = chooser.randrange(4)
     if kind == 0:
@@ -482,7 +484,15 @@ def as_messages(system: str, prompt: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
 
 
+def refuse_sim(config: Config) -> None:
+    if config.reward == "sim":
+        raise ValueError(
+            "--reward sim is for tasks with a right answer: here the overlap is the reward already"
+        )
+
+
 def build_poetry(config: Config) -> Task:
+    refuse_sim(config)
     if config.judge:
         judge_tokenizer(config.judge)
     columns = ["title", "author", "poem"]
@@ -529,6 +539,7 @@ def poem_demonstrations(rows: datasets.Dataset, config: Config) -> list[tuple[st
 
 
 def build_meetingbank(config: Config) -> Task:
+    refuse_sim(config)
     if config.judge:
         judge_tokenizer(config.judge)
     train, test, source = load_rows(
@@ -590,7 +601,7 @@ def after_run(config: Config, task: Task, summary: dict[str, Any]) -> None:
     print(
         f"reward hacking: the reward rose, but these moved away from the references: {flagged}"
         if flagged
-        else "reward hacking: no sign of it (the reward did not rise, or no measure left the references meanwhile)"
+        else "reward hacking: not flagged (the reward did not rise, or no measure left the references meanwhile)"
     )
     write_json(run_folder(config) / "summary.json", summary)
     if config.judge:
