@@ -257,8 +257,8 @@ def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseli
             for value, run in zip(ends, everything)
             if value is not None
         )
-        # Left out: what some arm does not have, what never differs, and a reward that says the same as pass@1.
-        if None not in ends and len(set(ends)) > 1 and not right_or_wrong:
+        # Left out: what some arm does not have, what never differs (but for pass@1), and a reward that says the same as pass@1.
+        if None not in ends and (metric == "pass@1" or len(set(ends)) > 1) and not right_or_wrong:
             metrics.append(metric)
 
     def figures(name: str, metric: str, when: str = "end") -> list[float]:

@@ -2594,7 +2594,12 @@ def test_compare_from_the_outside(tmp_path):
     refused = subprocess.run(twice, check=False, cwd=HERE, capture_output=True, text=True, timeout=100)
     assert refused.returncode == 2 and "the same seeds, each once" in refused.stderr
     refused = subprocess.run(
-        [*command, str(tmp_path)], check=False, cwd=HERE, capture_output=True, text=True, timeout=100
+        [*command[:2], str(tmp_path), *command[2:]],
+        check=False,
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert refused.returncode == 2 and "holds no finished run" in refused.stderr
 
