@@ -11,7 +11,7 @@ tables that need them; started again after an interruption, the same command goe
 gradient_table.py can show afterwards where the gradient went.
 
 Read it in this order: 1. arms, 2. running them, 3. statistics, 4. tables, 5. figures, 6. the command.
-Written to `results/<name>/`: config.json, metrics.jsonl and summary.json of every run, table.md, table.json, figures.
+Written to `results/<name>/`: config.json, metrics.jsonl.gz and summary.json of every run, table.md, table.json, figures.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gzip
 import itertools
 import json
 import math
@@ -144,8 +145,11 @@ def run_one(args: argparse.Namespace, arm: Arm, seed: int) -> str:
         return f"{folder} was made without --keep-checkpoints: delete it, and it will be made again"
     record = args.folder / "runs" / folder.name
     record.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "metrics.jsonl", "summary.json"):
+    for name in ("config.json", "summary.json"):
         shutil.copy(folder / name, record / name)
+    # The metrics compressed, to a fifth; without a time stamp, so that the same run gives the same file in every table.
+    metrics = gzip.compress((folder / "metrics.jsonl").read_bytes(), mtime=0)
+    (record / "metrics.jsonl.gz").write_bytes(metrics)
     return ""
 
 
@@ -404,6 +408,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> list[str]:
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999", "#F0E442"]
+LINES = ["-", "--", ":"]
 
 
 def draw_curves(args: argparse.Namespace, arms: list[Arm], metrics: list[str]) -> None:
@@ -411,7 +416,7 @@ def draw_curves(args: argparse.Namespace, arms: list[Arm], metrics: list[str]) -
     against KL(policy || start). The same step is not the same distance for every method (the advantages differ in size, and
     AdamW undoes a part of that), so the second figure compares what methods have reached after going equally far.
     """
-    colors = dict(zip([arm.name for arm in arms], itertools.cycle(COLORS)))
+    styles = dict(zip([arm.name for arm in arms], itertools.cycle(itertools.product(LINES, COLORS))))
     panels = [*metrics, "kl", "length"]
     found: dict[str, dict[int, dict[str, list[float]]]] = {}  # arm -> step -> metric -> interval
     for arm in arms:
@@ -435,15 +440,54 @@ def draw_curves(args: argparse.Namespace, arms: list[Arm], metrics: list[str]) -
                     if file == "curves.png"
                     else [result["kl"][0] for result in by_step.values()]
                 )
-                axes.plot(x, mean, color=colors[name], label=name, marker="o", markersize=3)
-                if file == "curves.png":
-                    axes.fill_between(x, low, high, color=colors[name], alpha=0.12)
+                line, color = styles[name]
+                axes.plot(x, mean, line, color=color, label=name, marker="o", markersize=3)
+                if file == "curves.png" and len(found) <= len(COLORS):  # more bands would hide each other
+                    axes.fill_between(x, low, high, color=color, alpha=0.12)
             axes.set_title("KL(policy || start), nats per token" if metric == "kl" else metric)
             axes.set_xlabel("step" if file == "curves.png" else "KL(policy || start), nats per token")
             axes.grid(alpha=0.3)
         figure.axes[0].legend(fontsize="small")
         figure.suptitle(f"{args.task}: validation prompts, mean over {args.seeds} seeds")
         figure.savefig(args.folder / file, dpi=100)
+
+
+def temperature_lines(arms: list[Arm]) -> dict[str, dict[float, str]]:
+    """What a softmax arm is called without its temperature -> tau -> the arm's name."""
+    lines: dict[str, dict[float, str]] = {}
+    for arm in arms:
+        config = arm.runs[0]
+        if config.algo == "softmax" and not config.target_ess:
+            lines.setdefault(arm.name.replace(f" tau {config.tau}", ""), {})[config.tau] = arm.name
+    return lines
+
+
+def draw_temperatures(args: argparse.Namespace, arms: list[Arm], table: dict[str, Any]) -> None:
+    """temperature.png, where softmax ran at three temperatures or more: test figures after the last step against tau, with 95%
+    intervals over seeds; the other methods as horizontal lines.
+    """
+    lines = temperature_lines(arms)
+    if max(map(len, lines.values()), default=0) < 3:
+        return
+    drawn = {name for line in lines.values() for name in line.values()}
+    others = [arm.name for arm in arms if arm.name not in drawn]
+    metrics = table["metrics"]
+    figure = Figure(figsize=(4.4 * len(metrics), 4), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics):
+        for (label, line), color in zip(lines.items(), itertools.cycle(COLORS)):
+            taus = sorted(line)
+            mean, low, high = zip(*(table["arms"][line[tau]]["end"][metric] for tau in taus))
+            axes.plot(taus, mean, color=color, marker="o", markersize=3, label=label)
+            axes.fill_between(taus, low, high, color=color, alpha=0.12)
+        for name, color in zip(others, itertools.cycle(COLORS[len(lines) :])):
+            axes.axhline(table["arms"][name]["end"][metric][0], color=color, linestyle="--", label=name)
+        axes.set_xscale("log")
+        axes.set_xlabel("tau")
+        axes.set_title(metric)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    figure.suptitle(f"{args.task}: test prompts after the last step, mean over {args.seeds} seeds")
+    figure.savefig(args.folder / "temperature.png", dpi=100)
 
 
 def draw_differences(args: argparse.Namespace, table: dict[str, Any]) -> None:
@@ -559,6 +603,7 @@ def main() -> None:
     table |= compare(args, arms, noise, baseline)
     write_tables(args, table, shlex.join(["python", "compare.py", *sys.argv[1:]]))
     draw_curves(args, arms, table["metrics"])
+    draw_temperatures(args, arms, table)
     draw_differences(args, table)
     print((args.folder / "table.md").read_text())
 

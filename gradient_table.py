@@ -10,7 +10,8 @@ the total. `predicted` is what expected_abs_advantage makes of the pass rates al
 of the same policy, so they differ in their advantages only. Intervals: 95%, bootstrap over prompts; where all seeds share their
 test prompts, a prompt is drawn for all seeds at once. Only for right-or-wrong rewards: the others have no pass rate.
 
-Read it in this order: 1. one checkpoint, 2. shares, 3. the command. Writes results/<name>/gradient.md and gradient.json.
+Read it in this order: 1. one checkpoint, 2. shares, 3. the figure, 4. the command. Writes gradient.md, gradient.json and
+gradient.png to results/<name>/.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import shlex
 import sys
@@ -28,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from compare import SCRIPTS, markdown
+from compare import COLORS, SCRIPTS, markdown
 from launch import load_policy
 from run import Config, run_folder, split_rows, write_json
 from softmax_grpo import (
@@ -176,7 +179,41 @@ def shares_with_intervals(found: list[dict[str, Any]], resamples: int = 1000) ->
     return table
 
 
-# --- 3. The command ---
+# --- 3. The figure ---
+
+
+def draw_shares(tables: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
+    """One panel per policy: of every method the share of abs(A) over tokens per bin, with its interval; a cross where the pass
+    rates alone predict it, grey steps where the prompts are.
+    """
+    columns = min(3, len(tables))
+    rows = math.ceil(len(tables) / columns)
+    figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="constrained")
+    names = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(PASS_RATE_BINS)]
+    places = torch.arange(len(names)).double()
+    width = 0.8 / len(METHODS)
+    for axes, (title, table) in zip(figure.subplots(rows, columns, squeeze=False).flat, tables.items()):
+        prompts = [share for share, *_ in table["prompts"]]
+        axes.bar(places, prompts, 0.9, color="#DDDDDD", label="prompts")
+        for place, (method, color) in enumerate(zip(METHODS, COLORS)):
+            x = places + width * (place - (len(METHODS) - 1) / 2)
+            share, low, high = torch.tensor(table[f"{method}, abs(A) over tokens"]).double().T
+            # A bootstrap interval need not hold its own point: no negative bars.
+            error = torch.stack([share - low, high - share]).clamp(min=0)
+            axes.bar(x, share, width, yerr=error, color=color, label=method, error_kw={"linewidth": 0.7})
+            axes.plot(x, [cell[0] for cell in table[f"{method}, predicted"]], "kx", markersize=3)
+        axes.set_xticks(places, names)
+        axes.set_title(title)
+        axes.set_xlabel("pass rate of the prompt")
+        axes.set_ylabel("share")
+    figure.axes[0].legend(fontsize="x-small")
+    figure.suptitle(
+        "Where the gradient goes: share of abs(A) over tokens (cross: predicted from pass rates alone)"
+    )
+    figure.savefig(path, dpi=100)
+
+
+# --- 4. The command ---
 
 
 def read_config(folder: Path) -> Config:
@@ -299,6 +336,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gradient.md").write_text("\n".join(lines))
     write_json(folder / "gradient.json", {"command": command, "tables": tables})
+    draw_shares(tables, folder / "gradient.png")
     print("\n".join(lines))
 
 

@@ -2521,6 +2521,24 @@ def test_comparison_recovers_a_known_difference(tmp_path):
     assert [arm.name for arm in chosen] == ["maxrl"] and scores["grpo"]["grpo"] < scores["grpo"]["maxrl"]
 
 
+def test_temperatures_are_drawn_against_tau(tmp_path):
+    """One line a group size, from three temperatures on; the z-score is no line."""
+    grid = ["--algos", "softmax", "grpo", "--tau", "1", "0.1", "0.3", "--vary", "group_size", "8", "4"]
+    args = compare_arguments(tmp_path, *grid)
+    arms = compare.make_arms(args)
+    lines = compare.temperature_lines(arms)
+    assert lines["softmax, group_size 4"] == {
+        tau: f"softmax tau {tau}, group_size 4" for tau in (1.0, 0.1, 0.3)
+    }
+    assert list(lines) == ["softmax, group_size 8", "softmax, group_size 4"]
+    table = {"metrics": ["pass@1"], "arms": {arm.name: {"end": {"pass@1": [0.5, 0.4, 0.6]}} for arm in arms}}
+    args.folder.mkdir(parents=True)
+    compare.draw_temperatures(args, arms[:2], table)
+    assert not list(args.folder.iterdir()), "one temperature is no curve"
+    compare.draw_temperatures(args, arms, table)
+    assert (args.folder / "temperature.png").stat().st_size > 10_000
+
+
 def test_gradient_products_give_the_norm_of_the_groups_gradient(tmp_path):
     """Against the gradient of the loss itself, for every method."""
     policy, config = small_policy(), small_config(tmp_path)
@@ -2568,7 +2586,7 @@ def test_compare_from_the_outside(tmp_path):
     assert names == {"runs", "table.md", "table.json", "curves.png", "distance.png", "differences.png"}
     kept = sorted(path.name for path in (results / "runs").glob("*/*"))
     assert (
-        kept == ["config.json"] * 6 + ["metrics.jsonl"] * 6 + ["summary.json"] * 6
+        kept == ["config.json"] * 6 + ["metrics.jsonl.gz"] * 6 + ["summary.json"] * 6
     )  # 2 arms and the noise, 2 seeds
     assert len(list(runs.glob("warm-start-*"))) == 2, "one warm start a seed, shared by all arms"
     summaries = (results / "runs").glob("*-seed0-*/summary.json")
@@ -2585,6 +2603,7 @@ def test_compare_from_the_outside(tmp_path):
     command = [sys.executable, "gradient_table.py", *folders, *places, "--prompts", "4"]
     gradient = subprocess.run(command, check=False, cwd=HERE, capture_output=True, text=True, timeout=400)
     assert gradient.returncode == 0, gradient.stderr
+    assert (results / "gradient.png").stat().st_size > 10_000
     tables = json.loads((results / "gradient.json").read_text())["tables"]
     assert list(tables) == ["warm start", *(f"grpo, step {step}" for step in (1, 2, 3))]
     for shares in tables.values():
