@@ -41,7 +41,7 @@ from tqdm.auto import tqdm
 import train_countdown
 import train_gsm8k
 import train_textgen
-from launch import parse_config
+from launch import end_clearly, parse_config
 from run import Config, is_interval, run_folder, write_json
 from softmax_grpo import ADVANTAGES
 
@@ -270,12 +270,20 @@ def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseli
 
     def difference(name: str, other: str, metric: str) -> dict[str, Any]:
         values = [a - b for a, b in zip(figures(name, metric), figures(other, metric))]
+        theirs = validation_by_step(runs[other], metric)
         return {
             "interval": t_interval(values),
             "p": t_test(values),
             "seeds_up": sum(value > 0 for value in values),
             "seeds_down": sum(value < 0 for value in values),
             "values": values,
+            "lasting_from": lasting_from(
+                {
+                    step: [a - b for a, b in zip(ours, theirs[step])]
+                    for step, ours in validation_by_step(runs[name], metric).items()
+                    if step in theirs
+                }
+            ),
         }
 
     table: dict[str, Any] = {"metrics": metrics, "seeds": args.seeds, "baseline": baseline.name, "arms": {}}
@@ -312,6 +320,31 @@ def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseli
             args.seeds >= 4 and p < 0.05 and max(cell["seeds_up"], cell["seeds_down"]) == args.seeds
         )
     return table
+
+
+def validation_by_step(runs: list[dict[str, Any]], metric: str) -> dict[int, list[float]]:
+    """step -> that figure on the validation prompts, one value a seed."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for line in run["metrics"]:
+            if "validation" in line:
+                found.setdefault(line["step"], []).append(figure_of(line["validation"], metric))
+    return found
+
+
+def lasting_from(differences: dict[int, list[float]]) -> int | None:
+    """The first step from which on the 95% interval of the mean difference keeps to one side of 0, at every evaluation; None if
+    it does not at the last. differences: step -> paired differences. Not corrected for several looks: it dates a difference
+    that is claimed elsewhere.
+    """
+    first, side = None, 0
+    for step in sorted(differences, reverse=True):
+        _, low, high = t_interval(differences[step])
+        now = (low > 0) - (high < 0)  # which side of 0 the interval keeps to, 0 if neither
+        if now == 0 or now == -side:
+            break
+        first, side = step, now
+    return first
 
 
 def choose(args: argparse.Namespace, arms: list[Arm]) -> tuple[list[Arm], dict[str, dict[str, float]]]:
@@ -372,6 +405,17 @@ def write_tables(args: argparse.Namespace, table: dict[str, Any], command: str) 
             ]
         )
     lines += markdown(["", *metrics], body)
+    begins = []
+    for name, row in table["differences"].items():
+        steps = {m: row[m]["lasting_from"] for m in metrics}
+        found = ", ".join(f"{m} from step {step}" for m, step in steps.items() if step is not None)
+        begins += [f"- {name}: {found}"] if found else []
+    if begins:
+        lines += [
+            "",
+            "When a difference begins: the first validation from which on its interval (not corrected) stays on",
+        ]
+        lines += ["one side of 0 to the end.", "", *begins]
     if "validation" in table:
         lines += [
             "",
@@ -420,15 +464,11 @@ def draw_curves(args: argparse.Namespace, arms: list[Arm], metrics: list[str]) -
     panels = [*metrics, "kl", "length"]
     found: dict[str, dict[int, dict[str, list[float]]]] = {}  # arm -> step -> metric -> interval
     for arm in arms:
-        by_step: dict[int, list[dict]] = {}
-        for run in read_runs(args, arm):
-            for line in run["metrics"]:
-                if "validation" in line:
-                    by_step.setdefault(line["step"], []).append(line["validation"])
-        found[arm.name] = {
-            step: {metric: t_interval([figure_of(result, metric) for result in results]) for metric in panels}
-            for step, results in by_step.items()
-        }
+        runs = read_runs(args, arm)
+        found[arm.name] = {}
+        for metric in panels:
+            for step, values in validation_by_step(runs, metric).items():
+                found[arm.name].setdefault(step, {})[metric] = t_interval(values)
     for file, shown in (("curves.png", panels), ("distance.png", metrics)):
         columns = math.ceil(len(shown) / 2)
         figure = Figure(figsize=(4.6 * columns, 7.5), layout="constrained")
@@ -609,11 +649,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+    end_clearly(main, "stopped; the same command goes on from here")

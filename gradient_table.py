@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from compare import COLORS, SCRIPTS, markdown
-from launch import load_policy
+from launch import end_clearly, load_policy
 from run import Config, run_folder, split_rows, write_json
 from softmax_grpo import (
     PASS_RATE_BINS,
@@ -341,11 +341,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; what has been measured is kept, and the same command goes on", file=sys.stderr)
-        sys.exit(130)
+    end_clearly(main, "stopped; what has been measured is kept, and the same command goes on")

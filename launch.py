@@ -263,12 +263,21 @@ def launch(
     """The main function of a training script: `tasks[name](config)` builds the task, `presets[name]` its defaults;
     `after(config, task, summary)` is called when the run is done.
     """
-    try:
+
+    def main() -> None:
         config = parse_config(list(tasks), presets, description, sys.argv[1:])
         task = tasks[config.task](config)
         summary = run_task(config, task)
         if after:
             after(config, task, summary)
+
+    end_clearly(main, "stopped; the same command with --resume continues a run")
+
+
+def end_clearly(main: Callable[[], None], stopped: str) -> None:
+    """Calls `main`. Bad input ends in one sentence on stderr and exit code 2, Ctrl-C in `stopped` and 130: never in a traceback."""
+    try:
+        main()
     except torch.OutOfMemoryError:
         sys.exit(
             "error: out of GPU memory: lower --microbatch-tokens first, then --prompts, --max-new-tokens or --group-size"
@@ -277,7 +286,7 @@ def launch(
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
-        print(str(interrupt) or "stopped; the same command with --resume continues a run", file=sys.stderr)
+        print(str(interrupt) or stopped, file=sys.stderr)
         sys.exit(130)
 
 

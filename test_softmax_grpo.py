@@ -2512,13 +2512,24 @@ def test_comparison_recovers_a_known_difference(tmp_path):
     assert gain["interval"][0] == pytest.approx(0.1002) and gain["claim"] and gain["seeds_up"] == 5
     assert not table["differences"]["reinforce"]["pass@1"]["claim"]
     assert table["noise"]["greedy"]["interval"][0] == pytest.approx(0.01)
+    assert gain["lasting_from"] == 0 and table["differences"]["reinforce"]["pass@1"]["lasting_from"] is None
     args.folder.mkdir(parents=True)
     compare.write_tables(args, table, "the command")
     text = (args.folder / "table.md").read_text()
+    assert "- maxrl: pass@1 from step 0" in text
     assert "**+0.100 [+0.100, +0.100]" in text and "noise floor" in text and "the command" in text
     args.select = "pass@8"
     chosen, scores = compare.choose(args, [*arms[:1], dataclasses.replace(arms[1], method="grpo")])
     assert [arm.name for arm in chosen] == ["maxrl"] and scores["grpo"]["grpo"] < scores["grpo"]["maxrl"]
+
+
+def test_when_a_difference_begins():
+    """From the first look after which the interval never touches zero again; not from a chance hit before."""
+    up, open_, down = [0.1, 0.11, 0.12], [0.1, -0.1, 0.05], [-0.1, -0.11, -0.12]
+    assert compare.lasting_from({0: open_, 20: up, 40: open_, 60: up, 80: up}) == 60
+    assert compare.lasting_from({0: open_, 20: up, 40: open_}) is None
+    assert compare.lasting_from({0: open_, 20: down, 40: up, 60: up}) == 40
+    assert compare.lasting_from({80: up, 0: [0.0, 0.0, 0.0], 40: up}) == 40
 
 
 def test_temperatures_are_drawn_against_tau(tmp_path):
