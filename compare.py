@@ -308,11 +308,13 @@ def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseli
     if noise:
         original = next(arm for arm in arms if noise.name == f"{arm.name} (again)")
         table["noise"] = {metric: difference(noise.name, original.name, metric) for metric in metrics}
-    others = [arm.name for arm in arms if arm.name != baseline.name]
+    opponents = {arm.name: opponent(args, arm, arms, baseline).name for arm in arms if arm is not baseline}
+    table["opponents"] = opponents
     table["differences"] = {
-        name: {metric: difference(name, baseline.name, metric) for metric in metrics} for name in others
+        name: {metric: difference(name, other, metric) for metric in metrics}
+        for name, other in opponents.items()
     }
-    cells = [table["differences"][name][metric] for name in others for metric in metrics]
+    cells = [row[metric] for row in table["differences"].values() for metric in metrics]
     for cell, p in zip(cells, holm([cell["p"] for cell in cells])):
         cell["p_holm"] = p
         # A claim: enough seeds, it survives the number of comparisons, and no seed disagrees.
@@ -320,6 +322,19 @@ def compare(args: argparse.Namespace, arms: list[Arm], noise: Arm | None, baseli
             args.seeds >= 4 and p < 0.05 and max(cell["seeds_up"], cell["seeds_down"]) == args.seeds
         )
     return table
+
+
+def opponent(args: argparse.Namespace, arm: Arm, arms: list[Arm], baseline: Arm) -> Arm:
+    """The arm that `arm` is compared with: where settings are varied, the baseline's method at the same settings, so that like
+    meets like; the baseline itself with --against, and for what has no such partner.
+    """
+    settings = arm.name.removeprefix(arm.method)
+    alike = [
+        other
+        for other in arms
+        if other.method == baseline.method and other.name == baseline.method + settings
+    ]
+    return baseline if args.against or not alike or alike[0] is arm else alike[0]
 
 
 def validation_by_step(runs: list[dict[str, Any]], metric: str) -> dict[int, list[float]]:
@@ -385,9 +400,11 @@ def write_tables(args: argparse.Namespace, table: dict[str, Any], command: str) 
         ]
     if len(table["commits"]) > 1:
         lines += ["", f"The runs were made by different versions of the code: {', '.join(table['commits'])}."]
+    opponents = table["opponents"]
+    one = set(opponents.values()) == {table["baseline"]}
     lines += [
         "",
-        f"Difference from {table['baseline']}, paired by seed [95% interval], p after Holm's correction over this table;",
+        f"Difference from {table['baseline'] if one else 'the arm named'}, paired by seed [95% interval], p after Holm's correction over this table;",
     ]
     lines += [
         "**bold** where p < 0.05 and all of at least four seeds agree in sign. Everything else is not claimed.",
@@ -396,7 +413,8 @@ def write_tables(args: argparse.Namespace, table: dict[str, Any], command: str) 
     body = []
     for name, row in table["differences"].items():
         cells = [f"{show(row[m]['interval'], '+')} p {row[m]['p_holm']:.2g}" for m in metrics]
-        body.append([name, *(f"**{cell}**" if row[m]["claim"] else cell for cell, m in zip(cells, metrics))])
+        label = name if one else f"{name} − {opponents[name]}"
+        body.append([label, *(f"**{cell}**" if row[m]["claim"] else cell for cell, m in zip(cells, metrics))])
     if "noise" in table:
         body.append(
             [
@@ -533,7 +551,11 @@ def draw_temperatures(args: argparse.Namespace, arms: list[Arm], table: dict[str
 def draw_differences(args: argparse.Namespace, table: dict[str, Any]) -> None:
     """differences.png: paired differences from the baseline on test prompts, and the noise floor."""
     metrics = table["metrics"]
-    rows = dict(table["differences"])
+    opponents = table["opponents"]
+    one = set(opponents.values()) == {table["baseline"]}
+    rows = {
+        name if one else f"{name}  −  {opponents[name]}": row for name, row in table["differences"].items()
+    }
     if "noise" in table:
         rows["noise floor"] = table["noise"]
     figure = Figure(figsize=(3.4 * len(metrics), 1.5 + 0.4 * len(rows)), layout="constrained")
@@ -551,7 +573,7 @@ def draw_differences(args: argparse.Namespace, table: dict[str, Any]) -> None:
     panels[0].set_yticks(range(len(rows)), list(rows))
     panels[0].invert_yaxis()
     figure.suptitle(
-        f"{args.task}: difference from {table['baseline']} on test prompts (ticks: seeds; orange: a claim)"
+        f"{args.task}: difference from {table['baseline'] if one else 'the arm named'} on test prompts (ticks: seeds; orange: a claim)"
     )
     figure.savefig(args.folder / "differences.png", dpi=100)
 

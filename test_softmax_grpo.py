@@ -2523,6 +2523,22 @@ def test_comparison_recovers_a_known_difference(tmp_path):
     assert [arm.name for arm in chosen] == ["maxrl"] and scores["grpo"]["grpo"] < scores["grpo"]["maxrl"]
 
 
+def test_like_is_compared_with_like(tmp_path):
+    """At varied settings the z-score of the same settings is the opponent, not that of the first; --against is taken literally."""
+    grid = ["--algos", "softmax", "grpo", "--vary", "group_size", "8", "4"]
+    for against, expected in (
+        ([], ["grpo, group_size 8", "grpo, group_size 4", None, "grpo, group_size 8"]),
+        (["--against", "grpo, group_size 4"], ["grpo, group_size 4"] * 3),
+    ):
+        args = compare_arguments(tmp_path, *grid, *against)
+        arms = compare.make_arms(args)
+        baseline = next(arm for arm in arms if arm.name == (args.against or "grpo, group_size 8"))
+        found = [
+            None if arm is baseline else compare.opponent(args, arm, arms, baseline).name for arm in arms
+        ]
+        assert found[: len(expected)] == expected
+
+
 def test_when_a_difference_begins():
     """From the first look after which the interval never touches zero again; not from a chance hit before."""
     up, open_, down = [0.1, 0.11, 0.12], [0.1, -0.1, 0.05], [-0.1, -0.11, -0.12]
