@@ -192,7 +192,10 @@ def draw_shares(tables: dict[str, dict[str, list[list[float]]]], path: Path) -> 
     names = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(PASS_RATE_BINS)]
     places = torch.arange(len(names)).double()
     width = 0.8 / len(METHODS)
-    for axes, (title, table) in zip(figure.subplots(rows, columns, squeeze=False).flat, tables.items()):
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels[len(tables) :]:
+        axes.set_visible(False)
+    for axes, (title, table) in zip(panels, tables.items()):
         prompts = [share for share, *_ in table["prompts"]]
         axes.bar(places, prompts, 0.9, color="#DDDDDD", label="prompts")
         for place, (method, color) in enumerate(zip(METHODS, COLORS)):
