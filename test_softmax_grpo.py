@@ -1213,6 +1213,22 @@ def test_warm_start_learns_and_is_reproducible():
         tiny_policy.warm_start([], 1, 1, 0)
 
 
+def test_the_tiny_policy_has_room_for_prompts_longer_than_its_demonstrations():
+    """Word problems of seed 11 hold a prompt one token longer than any demonstration: the run was refused."""
+    policy = tiny_policy.warm_start([("12=", "12")], 1, 6, seed=0)
+    task = number_task(prompt=lambda row: row["text"], max_new_tokens=6)
+    run.check_lengths(policy, task, [{"text": "12=1"}])
+    with pytest.raises(ValueError, match="do not fit the model's context"):
+        run.check_lengths(policy, task, [{"text": "12=" * 10}])
+
+
+def test_the_tiny_policys_context_changes_no_figure():
+    tokenizer = tiny_policy.make_tokenizer(["12+3=15"])
+    ids = torch.tensor([tokenizer("12+3=15")["input_ids"]])
+    tight, roomy = (tiny_policy.make_model(tokenizer, context, seed=0) for context in (ids.shape[1], 400))
+    assert torch.equal(tight(ids).logits, roomy(ids).logits)
+
+
 # --- Countdown ---
 
 COUNTDOWN_CASES = [

@@ -77,7 +77,8 @@ def warm_start(
     tokenizer = make_tokenizer([text for pair in demonstrations for text in pair])
     prompts = [encode_prompt(tokenizer, prompt) for prompt, _ in demonstrations]
     completions = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for _, text in demonstrations]
-    context = max(map(len, prompts)) + max(max_new_tokens, *map(len, completions))
+    # Rows for RL may be longer than the longest demonstration. Llama's rotary positions need no weights: room is free.
+    context = 2 * (max(map(len, prompts)) + max(max_new_tokens, *map(len, completions)))
     model = make_model(tokenizer, context, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     chooser = random.Random(seed)
